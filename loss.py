@@ -1,0 +1,209 @@
+"""What is learned: from token-level imitation to the acceptance length itself.
+
+With p the target's and q the drafter's distribution at branch position k,
+
+    alpha_k = sum_v min(p_k(v), q_k(v)) = 1 - TV(p_k, q_k)        a draft from q_k is accepted so often
+    E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b   (paper: end-to-end total variation)
+
+A position counts only as far as everything before it survives, so an error at the first token costs the whole
+block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is exactly the expected
+acceptance length; in general it is a surrogate. `e2e_al` (beyond the paper) is the exact one, estimated
+without bias from the same samples. Every loss is a numerator over a denominator that needs no vocabulary, so
+a global batch may be split over chunks and processes and still give one gradient.
+
+    python loss.py              two blocks of equal cross-entropy, told apart by E2E-TV
+    pytest tests/test_loss.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
+CHUNK_ELEMENTS = 2**24  # logits held at once by `chunked`: 64 MiB in float32, a few times over
+
+
+def _ones(like: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(like) if mask is None else mask.to(like.dtype)
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """alpha = sum_v min(p, q): (..., V), (..., V) -> (...). The chance that a draft from q is accepted."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def survival(alpha: Tensor, mask: Tensor | None = None) -> Tensor:
+    """prod_{i<=j} alpha_i along the last axis (..., W), 0 at positions outside the mask."""
+    return (alpha * _ones(alpha, mask)).cumprod(-1)
+
+
+def expected_acceptance_length(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 + sum_j prod_{i<=j} alpha_i per branch: (..., W, V) -> (...), tokens per verification, bonus
+    included; exact for a p_k that does not depend on the drafted history (method: position-only)."""
+    return 1 + survival(acceptance(p, q), mask).sum(-1)
+
+
+def e2e_tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
+    """E2E-TV (paper) over all branches: p, q (..., W, V), mask (..., W) of valid positions -> scalar."""
+    alpha = acceptance(p.detach(), q)
+    return 1 - survival(alpha, mask).sum() / _ones(alpha, mask).sum().clamp(min=1)
+
+
+def tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean total variation per valid position."""
+    alpha = acceptance(p.detach(), q)
+    return 1 - (alpha * _ones(alpha, mask)).sum() / _ones(alpha, mask).sum().clamp(min=1)
+
+
+def kl(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean forward divergence KL(p || q) per valid position, nats."""
+    divergence = (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
+    return (divergence * _ones(divergence, mask)).sum() / _ones(divergence, mask).sum().clamp(min=1)
+
+
+def ce(logits: Tensor, labels: Tensor, mask: Tensor | None = None, decay: float = 4.0) -> Tensor:
+    """-log q_k(label_k) weighted by exp(-(k-1)/decay), over the weights' sum (DFlash's offline loss).
+    logits (..., W, V), labels (..., W); decay (gamma_0): 4 for W = 7, 7 for W = 15."""
+    nll = -logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    weights = position_weights(labels.shape[-1], decay, nll) * _ones(nll, mask)
+    return (nll * weights).sum() / weights.sum().clamp(min=1e-12)
+
+
+def position_weights(W: int, decay: float, like: Tensor) -> Tensor:
+    return torch.exp(-torch.arange(W, device=like.device, dtype=like.dtype) / decay)
+
+
+def e2e_al(p: Tensor, q: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 - (expected accepted drafts) / valid positions, for branches whose tokens were DRAWN from q.
+
+    E[AL] - 1 = sum_j E_y[w_j alpha_j], w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient also has the
+    share that comes through the drawing of the history, alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i).
+    p, q (..., W, V), tokens (..., W), mask (..., W) -> scalar.
+    """
+    valid = _ones(p[..., 0], mask)
+    return 1 - _e2e_al_sum(p.detach(), q, tokens, valid).sum() / valid.sum().clamp(min=1)
+
+
+def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+    """The sum over positions (..., W) -> (...), its value sum_j w_j alpha_j, its gradient as above."""
+    alpha = acceptance(p, q) * valid
+    p_y, q_y = (t.gather(-1, tokens[..., None])[..., 0] for t in (p, q))
+    ratio = (p_y / q_y.detach().clamp(min=1e-30)).clamp(max=1)
+    score = torch.where(q_y.detach() < p_y, q_y.clamp(min=1e-30).log(), 0.0)
+    before = F.pad(ratio.cumprod(-1), (1, -1), value=1.0)  # w_j, a product over i < j
+    history = F.pad(score.cumsum(-1), (1, -1))  # sum over i < j
+    return (before * (alpha + alpha.detach() * (history - history.detach()))).sum(-1)
+
+
+# --------------------------------------------------------------------- the same, without the vocabulary
+
+
+def denominator(name: str, mask: Tensor, decay: float = 4.0) -> Tensor:
+    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or CE's weights.
+    Summed over processes before dividing, it makes many ranks give the gradient of one."""
+    valid = mask.float()
+    return (valid * position_weights(mask.shape[-1], decay, valid) if name == "ce" else valid).sum()
+
+
+def _numerator(name, q_logits, p_logits, tokens, valid, temperature, decay) -> tuple[Tensor, Tensor | None]:
+    """(sum that the loss grows with, alpha or None) of some branches; logits broadcast to (..., W, V)."""
+    if name == "ce":
+        logp = q_logits.float().log_softmax(-1)
+        nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
+        return (nll * valid * position_weights(tokens.shape[-1], decay, nll)).sum(), None
+    p, q = ((logits.float() / temperature).softmax(-1) for logits in (p_logits, q_logits))
+    p, q = torch.broadcast_tensors(p, q)
+    alpha = acceptance(p, q)
+    if name == "tv":
+        total = ((1 - alpha) * valid).sum()
+    elif name == "kl":
+        logq = (q_logits.float() / temperature).log_softmax(-1)
+        cross = torch.where(logq.isneginf(), 0.0, p * logq)  # ids the drafter may never propose
+        total = ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum()
+    elif name == "e2e_tv":
+        total = -survival(alpha, valid).sum()
+    else:
+        total = -_e2e_al_sum(p, q, tokens, valid).sum()
+    return total, alpha.detach()
+
+
+def chunked(
+    name: str,
+    q_hidden: Tensor,
+    q_head,
+    mask: Tensor,
+    *,
+    p_hidden: Tensor | None = None,
+    p_head=None,
+    tokens: Tensor | None = None,
+    temperature: float = 1.0,
+    decay: float = 4.0,
+    total: Tensor | None = None,
+    rows: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss from hidden states and heads, vocabulary-sized work in chunks of anchors.
+
+    q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of "ce", the
+    drafts of "e2e_al"; mask (R, K, W) valid positions. q_head, p_head: hidden -> logits. `total`: the
+    denominator if it is not this batch's own (see `denominator`). `rows`: anchors per chunk, by default as
+    many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in the backward pass, so at
+    no time do those of two chunks exist. Returns the loss and figures: alpha (W,) the mean per position, and
+    survival (W,), both over valid positions; empty for "ce".
+    """
+    if name not in LOSSES:
+        raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
+    R, K, W = mask.shape
+    valid = mask.float()
+    total = denominator(name, mask, decay) if total is None else total
+    if rows is None:
+        V = q_head(q_hidden[:1, :1, :1]).shape[-1]
+        rows = max(1, CHUNK_ELEMENTS // (K * W * V))
+
+    def part(q_part, p_part, tokens_part, valid_part):
+        p_logits = None
+        if name != "ce":
+            with torch.no_grad():
+                p_logits = p_head(p_part)
+        return _numerator(name, q_head(q_part), p_logits, tokens_part, valid_part, temperature, decay)
+
+    value, alphas = q_hidden.new_zeros((), dtype=torch.float32), []
+    for start in range(0, R, rows):
+        cut = [None if t is None else t[start : start + rows] for t in (q_hidden, p_hidden, tokens, valid)]
+        piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
+        value = value + piece
+        alphas.append(alpha)
+    value = value / total.clamp(min=1e-12)
+    if name.startswith("e2e"):
+        value = 1 + value
+    if name == "ce":
+        return value, {}
+    alpha, count = torch.cat(alphas), valid.sum((0, 1)).clamp(min=1)
+    figures = {"alpha": (alpha * valid).sum((0, 1)) / count}
+    return value, figures | {"survival": survival(alpha, valid).sum((0, 1)) / count}
+
+
+def main():
+    W, V = 4, 8
+    p = torch.full((W, V), 0.1 / (V - 1))
+    p[:, 0] = 0.9  # the target wants token 0 everywhere
+    print(f"A block of {W}: the target puts 0.9 on one token. Two drafters agree but for one position.\n")
+    print(f"{'wrong at':>9} {'CE':>7} {'mean TV':>8} {'E2E-TV':>8} {'E[AL]':>7}   alpha_1..alpha_{W}")
+    for wrong in (0, W - 1):
+        q = p.clone()
+        q[wrong] = q[wrong].roll(1)
+        labels = torch.zeros(W, dtype=torch.long)
+        values = [ce(q.log(), labels, decay=1e9), tv(p, q), e2e_tv(p, q), expected_acceptance_length(p, q)]
+        alphas = " ".join(f"{a:.2f}" for a in acceptance(p, q).tolist())
+        print(f"{wrong + 1:>9} {values[0]:7.3f} {values[1]:8.3f} {values[2]:8.3f} {values[3]:7.2f}   {alphas}")
+    print("\nCE and mean TV see the same error; E2E-TV sees that the first one costs the whole block.")
+    logits = p.roll(1, -1).log().requires_grad_()
+    q = logits.softmax(-1)
+    print("\nGradient norm at the logits of a drafter that is wrong everywhere (why training starts with CE):")
+    for name, loss in (("CE", ce(logits, labels, decay=1e9)), ("mean TV", tv(p, q)), ("E2E-TV", e2e_tv(p, q))):
+        (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        print(f"  {name:8s} {grad.norm():.4f}")
+
+
+if __name__ == "__main__":
+    main()

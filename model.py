@@ -1,0 +1,262 @@
+"""The layers of a decoder, from leaf to root: norm, rotary, attention, MLP, layer, decoder.
+
+One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View` (tree.py) that
+says who is whose past, and the state it left behind on the trunk; it returns its output and its new state.
+It knows nothing about training or serving. Names of fields and tensors are Hugging Face's, so a checkpoint's
+tensors load by name; shapes are (B, T, H, D) outside the attention call.
+
+Left out: dropout (nobody here trains a target in earnest), biases, and every family but Qwen3's.
+
+    python model.py             two tokens of attention by hand, and a layer's tensors
+    pytest tests/test_model.py  logits against transformers
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tree import View, causal_view
+
+# Config fields that change the arithmetic and are not implemented: {field: the values that leave it unchanged}.
+PLAIN_VALUES = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "num_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape, in the field names of its config.json."""
+
+    model_type: str = "qwen3"
+    vocab_size: int = 264
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary needs pairs")
+
+    @classmethod
+    def from_dict(cls, found: dict, source: str = "config.json") -> "ModelConfig":
+        """Read a public config.json; unknown keys are harmless, unimplemented arithmetic is an error."""
+        if found.get("model_type") != "qwen3":
+            raise ValueError(f"{source}: model_type {found.get('model_type')!r}; implemented: 'qwen3'")
+        for name, plain in PLAIN_VALUES.items():
+            if found.get(name) is not None and found[name] not in plain:
+                raise ValueError(f"{source}: {name} = {found[name]!r} is not implemented")
+        if set(found.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"{source}: layer_types other than full_attention are not implemented")
+        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"{source}: rope {rope} is not implemented, only the default one")
+        values = {f.name: found[f.name] for f in fields(cls) if f.name in found}
+        missing = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"} - set(values)
+        if missing | ({"num_attention_heads"} - set(values)):
+            raise ValueError(f"{source}: lacks {', '.join(sorted(missing)) or 'num_attention_heads'}")
+        values["rope_theta"] = float(rope.get("rope_theta", found.get("rope_theta", cls.rope_theta)))
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+        return cls(**values)
+
+    def to_dict(self) -> dict:
+        """The fields of a config.json that transformers and the engines open."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        return found | {"rope_parameters": rope, "hidden_act": "silu", "attention_bias": False}
+
+
+# ---------------------------------------------------------------------------------------------- functions
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and signed sin (B,N,1,D) of positions (B,N), float32; see `rotate`."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+    angle = positions[..., None].float() * frequency  # (B, N, D/2)
+    sin = angle.sin()
+    return torch.cat([angle.cos()] * 2, -1)[:, :, None], torch.cat([-sin, sin], -1)[:, :, None]
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x_i, x_{i+D/2}) of x (B,N,H,D) by its angle."""
+    cos, sin = rope
+    return (x.float() * cos + x.float().roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
+    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...).
+
+    A cache with room to spare takes the new entries in place, behind every slot in use, where nothing
+    looks before a commit moves them; that saves a decoding round the copy of its whole past.
+    """
+    if past is None:
+        return new
+    end = num_slots + new.shape[1]
+    if past.shape[1] < end:
+        return torch.cat([past[:, :num_slots], new], 1)
+    past[:, num_slots:end] = new
+    return past[:, :end]
+
+
+# ------------------------------------------------------------------------------------------------ modules
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a norm on each head's q and k. State: keys and values (B,T,H_kv,D)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        C, D = config.hidden_size, config.head_dim
+        self.head_dim = D
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor]:
+        """x (B,N,C) -> rotated keys and values (B,N,H_kv,D): what this layer remembers of x."""
+        split = (*x.shape[:2], -1, self.head_dim)
+        return rotate(self.k_norm(self.k_proj(x).view(split)), rope), self.v_proj(x).view(split)
+
+    def forward(self, x: Tensor, rope, view: View, past=None):
+        """x (B,N,C), past (k, v) of the trunk or None -> out (B,N,C), (k, v) of these N tokens."""
+        B, N, _ = x.shape
+        q = rotate(self.q_norm(self.q_proj(x).view(B, N, -1, self.head_dim)), rope)
+        new = self.keys_values(x, rope)
+        T = view.num_trunk_slots
+        k, v = (joined(old, fresh, T) for old, fresh in zip(past or (None, None), new))
+        out = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
+            attn_mask=view.mask,
+            is_causal=view.mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return self.o_proj(out.transpose(1, 2).reshape(B, N, -1)), new
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        self.gate_proj = nn.Linear(C, I, bias=False)
+        self.up_proj = nn.Linear(C, I, bias=False)
+        self.down_proj = nn.Linear(I, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). Targets and drafters are stacks of these."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope, view: View, past=None):
+        attended, new = self.self_attn(self.input_layernorm(x), rope, view, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), new
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's new state.
+
+        A tap is the output of decoder layer L (0-based), before any final norm.
+        """
+        x = self.embed_tokens(tokens)  # (B, N, C)
+        rope = rotary(view.positions, self.config.head_dim, self.config.rope_theta)
+        taps, states = {}, []
+        for index, layer in enumerate(self.layers):
+            x, state = layer(x, rope, view, past[index] if past else None)
+            states.append(state)
+            if index in tap_ids:
+                taps[index] = x
+        tapped = torch.cat([taps[i] for i in tap_ids], -1) if tap_ids else None
+        return self.norm(x), tapped, states
+
+
+def init_weights(module: nn.Module, std: float = 0.02) -> None:
+    """Fresh weights: normal matrices, unit norms. Used as `model.apply(init_weights)`."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+
+
+def main():
+    torch.manual_seed(0)
+    config = ModelConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=16, head_dim=4,
+                         num_attention_heads=2, num_key_value_heads=1, vocab_size=11)  # fmt: skip
+    decoder = Decoder(config).apply(init_weights)
+    print("a decoder of one layer, tensor by tensor (Hugging Face's names):")
+    for name, tensor in decoder.named_parameters():
+        print(f"  {name:48s} {tuple(tensor.shape)}")
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    whole, _, _ = decoder(tokens, causal_view(1, 4))
+    _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
+    view = View(torch.tensor([[3]]), torch.ones(1, 1, 1, 4, dtype=torch.bool))
+    last, _, _ = decoder(tokens[:, 3:], view, past)
+    print("\nfinal hidden of token 3, run with its past in one pass, and alone on the cache of tokens 0..2:")
+    print("  ", [round(v, 4) for v in whole[0, 3].tolist()])
+    print("  ", [round(v, 4) for v in last[0, 0].tolist()])
+    print(f"  largest difference {(whole[0, 3] - last[0, 0]).abs().max().item():.1e}")
+    k, _ = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rotary(torch.arange(3)[None], 4, 1e4))
+    print("\nthe same token at positions 0, 1, 2 has keys of one length, turned (rotary):")
+    for position in range(3):
+        key = k[0, position, 0]
+        print(f"   {[round(v, 3) for v in key.tolist()]}   length {key.norm().item():.4f}")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

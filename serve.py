@@ -1,0 +1,359 @@
+"""The decoding loop: draft, verify, commit.
+
+1. The last committed token is the anchor. The drafter proposes y_1..y_W after it in one pass.
+2. The target scores the chain anchor, y_1..y_W in one pass: p_1..p_{W+1}. (The same tree as in training.)
+3. y_k is accepted with probability min(1, p_k(y_k) / q_k(y_k)); at the first rejection a token is drawn from
+   the residual (p - q)+, normalised; if all are accepted, a bonus token from p_{W+1}.
+4. The accepted path becomes trunk, the new token the next anchor. Text is distributed exactly as the target's.
+
+At temperature 0, p and q are one-hot and this reads: accept while y_k is the target's argmax. Plain decoding
+is the same loop with W = 0. Acceptance length (AL) = tokens committed per verification, bonus included; the
+token that prefill commits is not counted, a round counts up to its stop token, max_new_tokens cuts the text only.
+
+    python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
+    pytest tests/test_serve.py
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import data
+from drafter import Drafter, Sampling, draw
+from target import Target
+from tree import build_tree
+
+
+@dataclass
+class Result:
+    """What one prompt got."""
+
+    tokens: list[int] = field(default_factory=list)  # new tokens; a stop token that ended the text is the last
+    drafted: list[bool] = field(default_factory=list)  # was this token an accepted draft?
+    finish_reason: str = ""  # "stop" or "length"
+    num_rounds: int = 0  # verifications by the target; prefill is none
+    num_committed: int = 0  # tokens these rounds committed
+    accepted: list[int] = field(default_factory=list)  # accepted drafts of each round
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.num_committed / self.num_rounds if self.num_rounds else float("nan")
+
+
+def accept(p_y: Tensor, q_y: Tensor, uniforms: Tensor) -> Tensor:
+    """True with probability min(1, p(y)/q(y)); q(y) > 0, since y was drawn from q."""
+    return uniforms * q_y < p_y
+
+
+def verify(logits: Tensor, drafts: Tensor, q, sampling: Sampling, uniforms) -> tuple[Tensor, Tensor]:
+    """Judge one chain per row (algorithm 1 of speculative decoding).
+
+    logits (B,W+1,V) of the target, drafts (B,W), q (B,W,V) what they were drawn from, uniforms (B,W+1)
+    -> number accepted (B,), the next token (B,). At temperature 0, q and uniforms are not looked at:
+    a draft is right or wrong.
+    """
+    B, W = drafts.shape
+    rows = torch.arange(B, device=drafts.device)
+    if sampling.temperature == 0:
+        best = logits.argmax(-1)  # (B, W+1)
+        count = (drafts == best[:, :W]).cumprod(1).sum(1)
+        return count, best[rows, count]
+    p = sampling.probs(logits)  # (B, W+1, V)
+    if W == 0:
+        return torch.zeros_like(rows), draw(p[:, 0], uniforms[:, :1])[:, 0]
+    p_y, q_y = (t[:, :W].gather(2, drafts[..., None])[..., 0] for t in (p, q))
+    count = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
+    p_next = p[rows, count]  # (B, V)
+    q_next = q[rows, count.clamp(max=W - 1)] * (count < W)[:, None]  # nothing to subtract from the bonus
+    residual = (p_next - q_next).clamp(min=0)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    return count, draw(residual, uniforms[:, W:])[:, 0]
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop_ids=(),
+    top_k: int = 0,
+    top_p: float = 1.0,
+    draft_temperature: float | None = None,
+    batch_size: int = 32,
+    progress: str = "",
+) -> list[Result]:
+    """Continue every prompt (token ids); drafter=None is plain decoding.
+
+    draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax, whose q is
+    one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch it runs in.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    draft = sampling if draft_temperature is None else Sampling(draft_temperature, top_k, top_p)
+    if temperature == 0 and draft.temperature > 0:
+        raise ValueError("at temperature 0 drafts are greedy too: leave draft_temperature out")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, at least 1 is needed")
+    limit = target.config.max_position_embeddings
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty: at least one token is needed")
+        if len(prompt) + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the "
+                f"target's maximum length {limit}"
+            )
+    results = [Result() for _ in prompts]
+    bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=not progress, leave=False)
+    for start in range(0, len(prompts), batch_size):
+        part = slice(start, start + batch_size)
+        _generate_batch(target, drafter, prompts[part], results[part], start, max_new_tokens, sampling,
+                        draft, seed, set(stop_ids), bar)  # fmt: skip
+    bar.close()
+    return results
+
+
+@torch.no_grad()
+def _generate_batch(target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar):
+    device = target.lm_head.weight.device
+    W = drafter.config.num_draft_tokens if drafter else 0
+    noise = None
+    if sampling.temperature > 0:  # round r of a prompt takes noise[r]: W drafts, W acceptances, one token
+        generators = (torch.Generator().manual_seed(seed * 1_000_003 + start + i) for i in range(len(prompts)))
+        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators]).to(device)
+
+    # prefill, and the first token
+    rows = [torch.tensor(p) for p in prompts]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    trunk = target.prefill(tokens, lengths, room=max_new + 2 * (W + 1))
+    memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
+    last = trunk.hidden[torch.arange(len(prompts), device=device), lengths - 1]
+    empty = lengths.new_zeros(len(prompts), 0)
+    first_noise = None if noise is None else noise[:, 0, -1:]
+    _, anchor = verify(target.head(last)[:, None], empty, None, sampling, first_noise)
+    trunk.hidden = trunk.taps = None
+    alive = [i for i, token in enumerate(anchor.tolist()) if _take(results[i], [token], [False], max_new, stop)]
+    bar.update(len(results) - len(alive))
+    if len(alive) < len(results):
+        keep = torch.tensor(alive, dtype=torch.long, device=device)
+        trunk, memory, anchor, noise = _select(keep, trunk, memory, anchor, noise)
+
+    chain = torch.arange(W + 1, device=device)
+    round_number = 0
+    while alive:
+        round_number += 1
+        u = None if noise is None else noise[:, round_number]  # (B, 2W+1)
+        # 1. draft
+        at_anchor = trunk.lengths[:, None]  # (B, 1): the anchor's position, not yet run by the target
+        trunk.tokens.scatter_(1, at_anchor, anchor[:, None])
+        q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
+        if drafter:
+            memory.width = trunk.width
+            draft_noise = anchor.new_zeros(len(alive), W).float() if u is None else u[:, :W]
+            proposal = drafter.propose(
+                trunk, at_anchor, 1, draft, draft_noise[:, None, None], memory, keep_probs=u is not None
+            )
+            drafts, q = proposal.tokens, proposal.drawn_from
+        # 2. score the chain, 3. judge it
+        upto = trunk.tokens[:, : trunk.width + 1]
+        tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=False, include_anchor=True)
+        scored = target.score(trunk, tree)
+        logits = target.head(scored.hidden[:, 0, 0])  # (B, W+1, V)
+        q = None if q is None else q[:, 0, 0]
+        count, anchor = verify(logits, drafts[:, 0, 0], q, sampling, None if u is None else u[:, W:])
+        # 4. commit
+        trunk = target.commit(trunk, tree, scored, torch.where(chain <= count[:, None], chain, -1))
+        if drafter:
+            memory = drafter.extend(memory, scored.taps, at_anchor[:, 0])
+        report = torch.cat([count[:, None], drafts[:, 0, 0], anchor[:, None]], 1).tolist()  # the one sync
+        going = []
+        for row, (accepted, *ids) in enumerate(report):
+            result = results[alive[row]]
+            result.num_rounds += 1
+            result.accepted.append(accepted)
+            new = [*ids[:accepted], ids[-1]]
+            if _take(result, new, [True] * accepted + [False], max_new, stop):
+                going.append(row)
+        trunk.width = max((len(prompts[i]) + len(results[i].tokens) - 1 for i in alive), default=0)
+        if len(going) < len(alive):
+            bar.update(len(alive) - len(going))
+            alive = [alive[row] for row in going]
+            keep = torch.tensor(going, dtype=torch.long, device=device)
+            trunk, memory, anchor, noise = _select(keep, trunk, memory, anchor, noise)
+
+
+def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, stop: set) -> bool:
+    """Append a round's tokens up to a stop token or the limit; True if the prompt goes on."""
+    stopped = next((i for i, token in enumerate(new) if token in stop), None)
+    if stopped is not None:
+        new, drafted = new[: stopped + 1], drafted[: stopped + 1]
+    if result.num_rounds:
+        result.num_committed += len(new)
+    space = max_new - len(result.tokens)
+    result.tokens += new[:space]
+    result.drafted += drafted[:space]
+    if stopped is not None and stopped < space:
+        result.finish_reason = "stop"
+    elif len(result.tokens) == max_new:
+        result.finish_reason = "length"
+    return not result.finish_reason
+
+
+def _select(rows: Tensor, trunk, memory, anchor, noise):
+    """Everything a round needs, for the rows that go on."""
+    picked = [None if x is None else x.select(rows) for x in (trunk, memory)]
+    return *picked, anchor[rows], None if noise is None else noise[rows]
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass
+class Acceptance:
+    """AL of one drafter on a set of prompts, by real decoding; per prompt, so that two can be paired."""
+
+    committed: Tensor  # (P,) tokens committed by each prompt's rounds
+    rounds: Tensor  # (P,)
+    survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Pooled: all committed tokens over all verifications."""
+        return float(self.committed.sum() / self.rounds.sum())
+
+    @property
+    def survival(self) -> list[float]:
+        return (self.survived.sum(0) / self.rounds.sum()).tolist()
+
+    def interval(self, other: "Acceptance | None" = None, samples: int = 2000) -> tuple[float, float]:
+        """95 % bootstrap interval over prompts: of the AL, or of its paired difference to another's."""
+        P = len(self.rounds)
+        generator = torch.Generator().manual_seed(0)
+        picks = torch.randint(P, (samples, P), generator=generator)
+
+        def resampled(one):
+            return one.committed[picks].sum(1).double() / one.rounds[picks].sum(1).double()
+
+        values = resampled(self) - (resampled(other) if other else 0)
+        return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
+
+
+def evaluate(target, drafter, prompts, max_new_tokens, temperature, seed=0, stop_ids=(), batch_size=48,
+             progress="") -> Acceptance:  # fmt: skip
+    """Decode the prompts for real and count. Prompts that end with their first token add nothing."""
+    begin = time.perf_counter()
+    results = generate(target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
+                       batch_size=batch_size, progress=progress)  # fmt: skip
+    seconds = time.perf_counter() - begin
+    W = drafter.config.num_draft_tokens if drafter else 0
+    steps = torch.arange(1, W + 1)
+    survived = torch.stack(
+        [(torch.tensor(r.accepted).view(-1, 1) >= steps).sum(0) for r in results]
+    )  # (P, W)
+    committed = torch.tensor([r.num_committed for r in results])
+    return Acceptance(committed, torch.tensor([r.num_rounds for r in results]), survived, seconds)
+
+
+# --------------------------------------------------------------------------------------------- command line
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    target: str = data.flag("", "the target's folder")
+    drafter: str = data.flag("", "the drafter's folder; without one, plain decoding")
+    prompt: tuple = data.flag((), "texts to continue", nargs="+")
+    prompts: str = data.flag("", "a JSONL file of prompts to continue")
+    max_new_tokens: int = data.flag(200, "tokens to generate per prompt")
+    temperature: float = data.flag(0.0, "0 is greedy")
+    top_k: int = data.flag(0, "sample among the k likeliest tokens only; 0 is off")
+    top_p: float = data.flag(1.0, "sample among the likeliest tokens that make up this share; 1 is off")
+    batch_size: int = data.flag(32, "prompts decoded at once")
+    seed: int = data.flag(0, "of everything drawn")
+    compare: bool = data.flag(True, "decode plainly too, for the speed-up and as a check of the text")
+    color: str = data.flag("auto", "mark accepted drafts by colour, or by [brackets]",
+                           choices=("auto", "always", "never"))  # fmt: skip
+    device: str = data.flag("cpu", "cpu or cuda")
+
+
+def marked(result: Result, tokenizer, color: bool) -> str:
+    """The text with its accepted drafts in green (or [in brackets]); the target's own tokens plain."""
+    begin, end = ("\033[32m", "\033[0m") if color else ("[", "]")
+    pieces, i = [], 0
+    while i < len(result.tokens):
+        j = i
+        while j < len(result.tokens) and result.drafted[j] == result.drafted[i]:
+            j += 1
+        text = tokenizer.decode(result.tokens[i:j])
+        pieces.append(f"{begin}{text}{end}" if result.drafted[i] else text)
+        i = j
+    return "".join(pieces)
+
+
+def _timed(run) -> tuple[list[Result], float]:
+    begin = time.perf_counter()
+    results = run()
+    return results, sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
+
+
+def main():
+    config = data.parse_flags(ServeConfig, __doc__)
+    if not config.target:
+        raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
+    texts = list(config.prompt)
+    if config.prompts:
+        texts += [messages[0]["content"] for messages in data.read_prompts(config.prompts)]
+    if not texts:
+        raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
+    target = Target.from_pretrained(config.target, config.device)
+    tokenizer = data.load_tokenizer(config.target)
+    drafter = None
+    if config.drafter:
+        drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
+        drafter.config.check(target, (*tokenizer.stop_ids, tokenizer.pad_id))
+    prompts = [tokenizer.encode(text) for text in texts]
+    how = dict(
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
+        stop_ids=tokenizer.stop_ids, top_k=config.top_k, top_p=config.top_p, batch_size=config.batch_size,
+    )  # fmt: skip
+    warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
+    generate(target, drafter, prompts[:1], **warm)
+    results, speed = _timed(lambda: generate(target, drafter, prompts, **how))
+    color = config.color == "always" or (
+        config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
+    for text, result in zip(texts, results):
+        print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
+        al = f", AL {result.acceptance_length:.2f}" if result.num_rounds and drafter else ""
+        print(f"── {len(result.tokens)} tokens, {result.num_rounds} verifications{al}, {result.finish_reason}")
+    print("─" * 80)
+    if not drafter:
+        print(f"plain decoding: {speed:.1f} tokens/s")
+        return
+    print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
+    rounds = sum(r.num_rounds for r in results)
+    al = sum(r.num_committed for r in results) / max(rounds, 1)
+    print(f"AL {al:.3f} over {rounds} verifications, temperature {config.temperature:g}: {speed:.1f} tokens/s")
+    if not config.compare:
+        return
+    generate(target, None, prompts[:1], **warm)
+    plain, plain_speed = _timed(lambda: generate(target, None, prompts, **how))
+    differ = [i for i, (a, b) in enumerate(zip(results, plain)) if a.tokens != b.tokens]
+    if config.temperature == 0 and differ:
+        raise ValueError(
+            f"greedy text differs from plain decoding in {len(differ)} of {len(prompts)} prompts "
+            f"(first: {differ[0]}): no speed-up is reported (near-ties in low precision do this)"
+        )
+    note = "same text" if config.temperature == 0 else "another draw from the same distribution"
+    print(f"plain decoding {plain_speed:.1f} tokens/s ({note}): {speed / plain_speed:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    sys.exit(data.exit_code(main))

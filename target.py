@@ -1,0 +1,238 @@
+"""The frozen judge: a target model that runs a trunk once and then scores whole trees of drafts on it.
+
+    trunk  = target.prefill(tokens, lengths)      keys and values, final hidden, taps of every token
+    scored = target.score(trunk, tree)            one pass over all nodes; the trunk stays as it was
+    logits = target.head(scored.hidden)           p_1..p_{W+1} of every branch, only where they are wanted
+    trunk  = target.commit(trunk, tree, scored, path)   serving: the accepted path becomes trunk
+
+Caches are indexed by position, and a slot is visible only up to a node's history: what a rejected token left
+behind it is never looked at and soon overwritten. So rows of one batch may accept different counts.
+
+    python target.py            a trunk, a tree, and the proof that packed = alone
+    pytest tests/test_target.py
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from data import load_weights, read_json, save_tensors, write_json
+from model import Decoder, ModelConfig, init_weights
+from tree import ProposalTree, build_tree, causal_view
+
+TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
+    "gqa": ModelConfig(
+        vocab_size=264, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Trunk:
+    """What the target keeps of B committed texts. Slots beyond a row's length hold leftovers, never read."""
+
+    tokens: Tensor  # (B, S) ids; S >= width leaves room to commit
+    lengths: Tensor  # (B,) tokens run by the target
+    states: list  # per layer: (k, v), each (B, S, H_kv, D)
+    tap_ids: tuple[int, ...]
+    width: int  # the longest row, known on the host
+    hidden: Tensor | None = None  # (B, T, C) final hidden, None while serving
+    taps: Tensor | None = None  # (B, T, len(tap_ids) * C), None while serving
+
+    def select(self, rows: Tensor) -> "Trunk":
+        """The trunk of these rows only; serving drops the rows that have finished."""
+        pick = [None if t is None else t[rows] for t in (self.tokens, self.lengths, self.hidden, self.taps)]
+        states = [tuple(part[rows] for part in state) for state in self.states]
+        return Trunk(pick[0], pick[1], states, self.tap_ids, self.width, *pick[2:])
+
+
+@dataclass
+class Scored:
+    """One pass over a tree."""
+
+    hidden: Tensor  # (B, A, K, W+1, C) the hidden that gives p_1..p_{W+1}; meaningless where slots is -1
+    taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
+    states: list  # per layer: (k, v) of the nodes, each (B, N, H_kv, D)
+
+
+def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write new (B,P,...) into cache (B,S,...) at slots (B,P), in place."""
+    rows = torch.arange(len(cache), device=cache.device)[:, None]
+    cache[rows, slots] = new.to(cache.dtype)
+
+
+def at(values: Tensor, index: Tensor) -> Tensor:
+    """values (B,T,...) at index (B,P) -> (B,P,...)."""
+    return values[torch.arange(len(values), device=values.device)[:, None], index]
+
+
+class Target(nn.Module):
+    """A decoder with its head. Frozen here; only `train.py`'s toy pretraining unfreezes it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tap_ids = default_taps(config.num_hidden_layers)
+        self.num_tokens = config.vocab_size  # ids that stand for text; rows beyond are never proposed
+
+    # -- running
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(…, C) -> logits (…, V)."""
+        return self.lm_head(hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B,T) -> logits (B,T,V); no cache, no taps. The judge of every other path."""
+        return self.head(self.model(tokens, causal_view(*tokens.shape, tokens.device))[0])
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, lengths: Tensor, room: int = 0) -> Trunk:
+        """Run a right-padded batch tokens (B,T), lengths (B,); `room` extra slots to commit into."""
+        B, T = tokens.shape
+        longest = int(lengths.max())
+        if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
+            raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
+        view = causal_view(B, T, tokens.device)
+        hidden, taps, states = self.model(tokens, view, tap_ids=self.tap_ids)
+        if room:
+            grow = [tuple(part.new_zeros(B, T + room, *part.shape[2:]) for part in s) for s in states]
+            for state, grown in zip(states, grow):
+                for part, bigger in zip(state, grown):
+                    bigger[:, :T] = part
+            states, tokens = grow, torch.cat([tokens, tokens.new_zeros(B, room)], 1)
+        return Trunk(tokens, lengths, states, self.tap_ids, longest, hidden, taps)
+
+    @torch.no_grad()
+    def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
+        """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
+        node_hidden, taps, states = self.model(tree.tokens, tree.view(), trunk.states, trunk.tap_ids)
+        B, A, K, W1 = tree.slots.shape
+        T = tree.num_trunk_slots
+        slots = tree.slots.view(B, -1)
+        hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
+        if trunk.hidden is not None:
+            on_trunk = at(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
+            hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)
+        return Scored(hidden.view(B, A, K, W1, -1), taps, states)
+
+    def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
+        """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""
+        hidden = self.score(trunk, tree).hidden[..., :-1, :]
+        return self.head(hidden).float().softmax(-1)
+
+    @torch.no_grad()
+    def commit(self, trunk: Trunk, tree: ProposalTree, scored: Scored, path: Tensor) -> Trunk:
+        """The accepted nodes become trunk. path (B,P): node numbers in order, -1 from some column on.
+
+        Slots are written for all P columns; those of the -1 lie beyond the new length and are leftovers.
+        Writes touch no slot in use, so the old trunk stays valid.
+        """
+        counts = (path >= 0).sum(1)
+        P = path.shape[1]
+        nodes = path.clamp(min=0)
+        slots = trunk.lengths[:, None] + torch.arange(P, device=path.device)
+        width = trunk.width + P
+        trunk = _with_room(trunk, width)
+        place(trunk.tokens, tree.tokens.gather(1, nodes), slots)
+        for state, new in zip(trunk.states, scored.states):
+            for cache, part in zip(state, new):
+                place(cache, at(part, nodes), slots)
+        # while serving nobody reads hidden and taps of the trunk again: they end with the prefill
+        return replace(trunk, lengths=trunk.lengths + counts, width=width, hidden=None, taps=None)
+
+    # -- making, loading, saving
+
+    @classmethod
+    def toy(cls, arch: str = "gqa", seed: int = 0, **changes) -> "Target":
+        """A small untrained target; `changes` replace config fields."""
+        if arch not in TOYS:
+            raise ValueError(f"--arch {arch}: there is {', '.join(TOYS)}")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return cls(replace(TOYS[arch], **changes)).apply(init_weights)
+
+    @classmethod
+    def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
+        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None keeps the file's."""
+        folder = Path(folder)
+        config = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
+        with torch.device("meta"):
+            target = cls(config)
+        load_weights(target, folder / "model.safetensors", device, dtype, tied=target.tied_names())
+        if config.tie_word_embeddings:  # loading assigned them one by one
+            target.lm_head.weight = target.model.embed_tokens.weight
+        tokenizer = folder / "tokenizer.json"
+        if tokenizer.is_file():
+            file = read_json(tokenizer)
+            ids = [*file["model"]["vocab"].values(), *(t["id"] for t in file.get("added_tokens", ()))]
+            target.num_tokens = min(max(ids) + 1, config.vocab_size)
+        return target.requires_grad_(False)
+
+    def tied_names(self) -> dict[str, str]:
+        """Tensors that the file may leave out because they are another one."""
+        tied = self.config.tie_word_embeddings
+        return {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+
+    def save_pretrained(self, folder, **extra) -> None:
+        """An ordinary folder of the target's family; `extra` goes into config.json."""
+        folder = Path(folder)
+        tensors = {k: v for k, v in self.state_dict().items() if k not in self.tied_names()}
+        save_tensors(folder / "model.safetensors", tensors)
+        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
+        names = {"architectures": ["Qwen3ForCausalLM"], "dtype": dtype}
+        write_json(folder / "config.json", names | self.config.to_dict() | extra)
+
+
+def _with_room(trunk: Trunk, width: int) -> Trunk:
+    """The same trunk with at least `width` slots."""
+    lack = width - trunk.tokens.shape[1]
+    if lack <= 0:
+        return trunk
+
+    def grown(t: Tensor) -> Tensor:
+        return torch.cat([t, t.new_zeros(len(t), max(lack, t.shape[1]), *t.shape[2:])], 1)
+
+    states = [tuple(grown(part) for part in state) for state in trunk.states]
+    return replace(trunk, tokens=grown(trunk.tokens), states=states)
+
+
+def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Layers whose outputs the drafter reads, evenly spread from the second to the fourth to last
+    (36 layers: 1, 9, 17, 25, 33); a shallow target gives what it has."""
+    if num_layers < 8:
+        return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 2} - {-1}))
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def main():
+    torch.manual_seed(0)
+    target = Target.toy(num_hidden_layers=2, hidden_size=32, intermediate_size=64)
+    trunk_tokens = torch.randint(0, 256, (1, 10))
+    lengths, anchors = torch.tensor([10]), torch.tensor([[3, 6]])
+    branches = torch.randint(0, 256, (1, 2, 2, 4))  # two branches of four tokens at each anchor
+    branches[0, 0, 0, :2] = trunk_tokens[0, 4:6]  # one of them follows the trunk for two tokens
+    trunk = target.prefill(trunk_tokens, lengths)
+    tree = build_tree(trunk_tokens, lengths, anchors, branches)
+    p = target.branch_probs(trunk, tree)
+    print(f"trunk of {int(lengths)} tokens, 4 branches of 4: {tree.num_nodes} nodes scored in one pass")
+    for a, anchor in enumerate(anchors[0].tolist()):
+        for k in range(2):
+            alone = torch.cat([trunk_tokens[:, : anchor + 1], branches[:, a, k]], 1)
+            slow = target(alone).softmax(-1)[0, anchor : anchor + 4]
+            gap = (p[0, a, k] - slow).abs().max().item()
+            ids = branches[0, a, k].tolist()
+            print(f"  anchor {anchor}, branch {ids}: packed - alone, largest difference {gap:.1e}")
+    separate = sum((a + 1 + 3) for a in anchors[0].tolist()) * 2
+    print(f"alone, the target runs {separate} tokens; packed, 10 trunk tokens and {tree.num_nodes} nodes")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,261 @@
+"""The proposal tree: who is whose past.
+
+Many branches y_1..y_W, each proposed at an anchor a of a shared trunk x_0..x_{T-1}, are scored in one
+pass of the target. Everything a layer needs in order to give every branch exactly the numbers it would
+get alone, with its whole prefix x_{<=a}, y_1..y_k, is stated here as tables (method: a node sees the trunk
+up to where its history leaves it, and its own ancestors, itself included):
+
+    packed index   trunk position t -> t, node n -> T + n, nothing -> -1
+    parents        (B, N)    packed index of the token before the node IN ITS HISTORY
+    positions      (B, N)    depth in the sequence, not index in the packed tensor
+    slots          (B,A,K,W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
+
+p_1 comes from the trunk's own hidden state at a, and y_W needs no node. With `merge` the branches form one
+trie over trunk and anchors (beyond the paper, same p): a branch lies on the trunk while it repeats it, equal
+histories share nodes, and a node exists only where some branch needs its p. A prefill is the tree in which
+each token's parent is the token before it; a chain is the tree with one branch.
+
+    python tree.py              ten trunk tokens, three branches, their nodes, parents and mask
+    pytest tests/test_tree.py   the packed = alone tests
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class View:
+    """What a layer may know about the past of the N tokens it is given; nothing else is passed to it."""
+
+    positions: Tensor  # (B, N) int64, depth of each token in its own sequence
+    mask: Tensor | None  # (B, 1, N, T+N) bool, True = visible; None = plain causal over N, no trunk
+
+    @property
+    def num_trunk_slots(self) -> int:
+        return 0 if self.mask is None else self.mask.shape[-1] - self.mask.shape[-2]
+
+
+def causal_view(B: int, T: int, device=None) -> View:
+    """The view of a prefill: token t comes after token t - 1, and there is no trunk yet."""
+    return View(torch.arange(T, device=device).expand(B, T), None)
+
+
+@dataclass
+class ProposalTree:
+    """N nodes hanging on T trunk slots (B rows; rows with fewer nodes end in padding, `valid` False)."""
+
+    tokens: Tensor  # (B, N)
+    parents: Tensor  # (B, N) packed index, -1 for none
+    positions: Tensor  # (B, N)
+    trunk_ends: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
+    valid: Tensor  # (B, N) bool
+    slots: Tensor  # (B, A, K, W+1) packed index, -1 where no p is needed
+    num_trunk_slots: int  # T
+    max_depth: int  # nodes on the longest chain
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are really scored, padding left out, over the whole batch."""
+        return int(self.valid.sum())
+
+    def ancestors(self, depth: int) -> Tensor:
+        """(B, N, depth) packed indices: the node itself, its parent, ...; -1 before the first token."""
+        B, N = self.parents.shape
+        T = self.num_trunk_slots
+        current = torch.arange(T, T + N, device=self.parents.device).expand(B, N)
+        table = [current]
+        for _ in range(depth - 1):
+            above = self.parents.gather(1, (current - T).clamp(min=0))
+            current = torch.where(current >= T, above, (current - 1).clamp(min=-1))
+            table.append(current)
+        return torch.stack(table, -1)
+
+    def view(self) -> View:
+        """The tree as the layers see it: the trunk up to `trunk_ends`, and the ancestors."""
+        B, N = self.parents.shape
+        T = self.num_trunk_slots
+        slots = torch.arange(T, device=self.parents.device)
+        on_trunk = slots <= self.trunk_ends[..., None]  # (B, N, T)
+        table = self.ancestors(self.max_depth) - T
+        table = torch.where(table >= 0, table, N)  # trunk and nothing go to a column that is cut off
+        among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, table, True)[..., :N]
+        return View(self.positions, torch.cat([on_trunk, among_nodes], -1)[:, None])
+
+
+def build_tree(
+    tokens: Tensor,
+    lengths: Tensor,
+    anchors: Tensor,
+    branches: Tensor,
+    merge: bool = True,
+    include_anchor: bool = False,
+) -> ProposalTree:
+    """Hang branches on the trunk (paper: branch-parallel sampling; merging is ours).
+
+    tokens (B,T) · lengths (B,) trunk tokens already run, T >= every anchor + 1 · anchors (B,A) positions,
+    -1 = absent · branches (B,A,K,W), -1 from some slot on = no further valid token.
+    include_anchor=True is serving's chain: the anchor is committed but not yet run, so it becomes a node,
+    and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
+    """
+    B, A, K, W = branches.shape
+    T = tokens.shape[1]
+    if tokens.dim() != 2 or anchors.shape != (B, A) or lengths.shape != (B,):
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)}, lengths {tuple(lengths.shape)}, anchors {tuple(anchors.shape)}"
+            f" and branches {tuple(branches.shape)} do not fit (B,T), (B,), (B,A), (B,A,K,W)"
+        )
+    present = (anchors >= 0)[:, :, None].expand(B, A, K).reshape(B, A * K)
+    ends = anchors[:, :, None].expand(B, A, K).reshape(B, A * K)  # the trunk's last word before the chain
+    rows = branches.reshape(B, A * K, W)
+    if include_anchor:
+        first = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
+        chains, ends = torch.cat([first[..., None], rows], -1), ends - 1
+    else:
+        chains = rows[..., : W - 1]
+    usable = present[..., None] & (chains >= 0).cummin(-1).values if chains.shape[-1] else chains >= 0
+    if not include_anchor:  # y_k needs a node only if p_{k+1} is wanted, that is if y_{k+1} is valid
+        usable = usable & (rows[..., 1:] >= 0)
+    if merge:
+        places, fields = _merged_nodes(tokens, lengths, chains, ends, usable)
+    else:
+        places, fields = _private_nodes(chains, ends, usable, T)
+    places = torch.where(usable, places, -1)
+    if not include_anchor:  # p_1 from the trunk; no p_{W+1}
+        start = torch.where(present & (rows[..., 0] >= 0), ends, -1)[..., None]
+        places = torch.cat([start, places, torch.full_like(start, -1)], -1)
+    return ProposalTree(
+        **fields,
+        slots=places.view(B, A, K, W + 1),
+        num_trunk_slots=T,
+        max_depth=max(chains.shape[-1], 1),
+    )
+
+
+def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tuple[Tensor, dict]:
+    """One node per chain token: (B,R,E) places and the node table, R*E nodes a row, no host sync."""
+    B, R, E = chains.shape
+    depth = torch.arange(E, device=chains.device)
+    places = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
+    parents = torch.where(depth == 0, ends[..., None], places - 1)
+    fields = dict(
+        tokens=torch.where(usable, chains, 0),
+        parents=torch.where(usable, parents, -1),
+        positions=torch.where(usable, ends[..., None] + 1 + depth, 0),
+        trunk_ends=torch.where(usable, ends[..., None].expand(B, R, E), -1),
+        valid=usable,
+    )
+    return places, {name: value.reshape(B, R * E) for name, value in fields.items()}
+
+
+def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
+    """The trie, by sorting: rows with a common beginning are neighbours once sorted, so a node is new
+    exactly where a sorted row first differs from the row before it. One sort per column, no Python trie."""
+    B, R, E = chains.shape
+    T = tokens.shape[1]
+    depth = torch.arange(E, device=chains.device)
+    # 1. how far each chain repeats the trunk, and where it leaves it
+    trunk_at = ends[..., None] + 1 + depth  # (B, R, E) the trunk position each chain token would lie on
+    repeats = tokens.gather(1, trunk_at.clamp(0, T - 1).flatten(1)).view(B, R, E) == chains
+    repeats &= usable & (trunk_at < lengths[:, None, None])
+    run = repeats.cumprod(-1).sum(-1)  # (B, R)
+    leaves = ends + run
+    # 2. what is left of it off the trunk, shifted to depth 0; -1 behind its end
+    source = run[..., None] + depth
+    inside = source < E
+    source = source.clamp(max=max(E - 1, 0))
+    off = torch.where(inside & usable.gather(2, source), chains.gather(2, source), -1)  # (B, R, E)
+    # 3. sort rows by (leaves, off_0, off_1, ...)
+    columns = torch.cat([leaves[..., None], off], -1)
+    order = torch.arange(R, device=chains.device).expand(B, R)
+    for column in reversed(columns.unbind(-1)):
+        order = order.gather(1, column.gather(1, order).argsort(dim=1, stable=True))
+    ordered = columns.gather(1, order[..., None].expand_as(columns))
+    # 4. a node wherever something new begins; later rows of the same beginning point to it
+    differs = torch.ones_like(ordered, dtype=torch.bool)
+    differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    fresh = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E)
+    index = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
+    owner = torch.where(fresh, index, -1).cummax(1).values  # (B, R, E) node of each sorted row and depth
+    N = int(fresh.flatten(1).sum(1).max()) if fresh.numel() else 0
+    N = max(N, 1)  # an empty tree keeps one padding node, so that shapes stay ordinary
+    ordered_leaves = ordered[..., :1].expand(B, R, E)
+    above = torch.cat([ordered_leaves[..., :1], T + owner[..., :-1]], -1)[..., :E]
+    where = torch.where(fresh, index, N).flatten(1)
+
+    def table(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N), each node's own entry
+        out = values.new_full((B, N + 1), fill)
+        return out.scatter_(1, where, values.flatten(1))[:, :N]
+
+    fields = dict(
+        tokens=table(ordered[..., 1:], 0),
+        parents=table(above, -1),
+        positions=table(ordered_leaves + 1 + depth, 0),
+        trunk_ends=table(ordered_leaves, -1),
+        valid=torch.arange(N, device=chains.device) < fresh.flatten(1).sum(1, keepdim=True),
+    )
+    # 5. back to the order of the branches: chain token i lies on the trunk or is off-trunk token i - run
+    inverse = order.argsort(dim=1)
+    nodes = owner.gather(1, inverse[..., None].expand_as(owner))
+    nodes = nodes.gather(2, (depth - run[..., None]).clamp(min=0))
+    return torch.where(depth < run[..., None], trunk_at, T + nodes), fields
+
+
+def block_view(anchors: Tensor, block: int, num_context: int) -> View:
+    """What a drafter's block tokens see: context positions strictly before their anchor, and their own
+    block, both ways. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only itself)."""
+    B, A = anchors.shape
+    positions = anchors.clamp(min=0)[..., None] + torch.arange(block, device=anchors.device)
+    slots = torch.arange(num_context, device=anchors.device)
+    context = (slots < anchors[..., None]).repeat_interleave(block, 1)  # (B, A*b, T)
+    own = torch.arange(A, device=anchors.device).repeat_interleave(block)
+    same = (own[:, None] == own).expand(B, -1, -1)  # (B, A*b, A*b)
+    return View(positions.flatten(1), torch.cat([context, same], -1)[:, None])
+
+
+def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape) -> tuple[Tensor, Tensor]:
+    """Anchors and the uniforms that will choose the branches, from (seed, step, sequence id) alone.
+
+    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1). Anchors are
+    drawn without replacement from the first response token to the second to last. Host tensors in and out.
+    """
+    A, K, W = shape
+    anchors = torch.full((len(sequence_ids), A), -1)
+    uniforms = torch.empty(len(sequence_ids), A, K, W)
+    for row, identity in enumerate(sequence_ids):
+        mixed = (seed * 1_000_003 + step) * 1_000_003 + int(identity)
+        generator = torch.Generator().manual_seed(mixed % (2**63 - 1))
+        first, last = int(prompt_lengths[row]), int(lengths[row]) - 1
+        picked = torch.randperm(max(last - first, 0), generator=generator)[:A].sort().values
+        anchors[row, : len(picked)] = first + picked
+        uniforms[row] = torch.rand(A, K, W, generator=generator)
+    return anchors, uniforms
+
+
+def main():
+    trunk = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17, 18, 19]])
+    anchors = torch.tensor([[3, 3, 4]])
+    branches = torch.tensor([[[[14, 50, 51, 52]], [[60, 61, 62, 63]], [[50, 51, 70, 71]]]])
+    lengths = torch.tensor([10])
+    print(f"trunk      {trunk[0].tolist()}   (positions 0..9)")
+    for anchor, branch in zip(anchors[0].tolist(), branches[0, :, 0].tolist()):
+        print(f"branch at {anchor}: {branch}")
+    for merge in (False, True):
+        tree = build_tree(trunk, lengths, anchors, branches, merge=merge)
+        T = tree.num_trunk_slots
+        mask = tree.view().mask[0, 0].int()
+        print(f"\nmerge={merge}: {tree.num_nodes} nodes (packed index = {T} + node)")
+        print(" node token parent position   sees: trunk ... | nodes ...")
+        for n in range(tree.num_nodes):
+            row = "".join(" ■"[v] for v in mask[n, :T]) + "|" + "".join(" ■"[v] for v in mask[n, T:])
+            fields = [f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions)]
+            print(f"{n:5d} {fields[0]:5d} {fields[1]:6d} {fields[2]:8d}   {row}")
+        for branch in range(3):
+            places = tree.slots[0, branch, 0, :-1].tolist()
+            print(f" p_1..p_4 of branch {branch} come from packed indices {places}")
+    print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with the branch that starts there.")
+
+
+if __name__ == "__main__":
+    main()
