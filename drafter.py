@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data import load_weights, read_json, save_tensors, write_json
 from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, rotary
-from target import Target, Trunk, place
+from target import Target, Trunk, place, with_room
 from tree import block_view
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
@@ -156,13 +156,13 @@ class DrafterConfig:
 
 @dataclass
 class Memory:
-    """The drafter's keys and values of the context, per layer (k, v), each (B,S,H_kv,D), by position."""
+    """The drafter's keys and values of the context, per layer (B,S,2,H_kv,D), by position."""
 
-    states: list
+    states: list[Tensor]
     width: int
 
     def select(self, rows: Tensor) -> "Memory":
-        return Memory([tuple(part[rows] for part in state) for state in self.states], self.width)
+        return Memory([state[rows] for state in self.states], self.width)
 
 
 @dataclass
@@ -207,8 +207,9 @@ class Drafter(nn.Module):
 
     # -- the context
 
-    def _context(self, taps: Tensor, positions: Tensor) -> list:
-        """taps (B,P,taps*C) at positions (B,P) -> per layer (k, v): the features go in without input norm."""
+    def _context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
+        """taps (B,P,taps*C) at positions (B,P) -> each layer's keys and values of the features, which go in
+        as they are, without the layer's input norm."""
         features = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))  # (B, P, C)
         rope = self._rope(positions)
         return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
@@ -221,20 +222,15 @@ class Drafter(nn.Module):
             )
         T = trunk.taps.shape[1]
         states = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
-        if room:
-            states = [
-                tuple(torch.cat([part, part.new_zeros(len(part), room, *part.shape[2:])], 1) for part in s)
-                for s in states
-            ]
+        states = [with_room(state, T + room) for state in states]
         return Memory(states, T)
 
     def extend(self, memory: Memory, taps: Tensor, lengths: Tensor) -> Memory:
         """Remember P more tokens of each row, taps (B,P,·), at positions lengths (B,) onwards, in place.
         Entries beyond what gets committed are leftovers that no anchor looks at."""
         slots = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        for state, new in zip(memory.states, self._context(taps, slots)):
-            for cache, part in zip(state, new):
-                place(cache, part, slots)
+        for cache, new in zip(memory.states, self._context(taps, slots)):
+            place(cache, new, slots)
         return Memory(memory.states, memory.width + taps.shape[1])
 
     # -- the block

@@ -136,7 +136,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on each head's q and k. State: keys and values (B,T,H_kv,D)."""
+    """Grouped-query attention with a norm on each head's q and k. State: keys and values (B,T,2,H_kv,D)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -149,18 +149,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.rms_norm_eps)
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor]:
-        """x (B,N,C) -> rotated keys and values (B,N,H_kv,D): what this layer remembers of x."""
+    def keys_values(self, x: Tensor, rope) -> Tensor:
+        """x (B,N,C) -> rotated keys and values (B,N,2,H_kv,D): what this layer remembers of x."""
         split = (*x.shape[:2], -1, self.head_dim)
-        return rotate(self.k_norm(self.k_proj(x).view(split)), rope), self.v_proj(x).view(split)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)), rope)
+        return torch.stack([k, self.v_proj(x).view(split)], 2)
 
-    def forward(self, x: Tensor, rope, view: View, past=None):
-        """x (B,N,C), past (k, v) of the trunk or None -> out (B,N,C), (k, v) of these N tokens."""
+    def forward(self, x: Tensor, rope, view: View, past: Tensor | None = None):
+        """x (B,N,C), the trunk's keys and values or None -> out (B,N,C), keys and values of the N tokens."""
         B, N, _ = x.shape
         q = rotate(self.q_norm(self.q_proj(x).view(B, N, -1, self.head_dim)), rope)
         new = self.keys_values(x, rope)
-        T = view.num_trunk_slots
-        k, v = (joined(old, fresh, T) for old, fresh in zip(past or (None, None), new))
+        k, v = joined(past, new, view.num_trunk_slots).unbind(2)  # (B, T+N, H_kv, D)
         out = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
             attn_mask=view.mask,
@@ -250,10 +250,11 @@ def main():
     print("  ", [round(v, 4) for v in whole[0, 3].tolist()])
     print("  ", [round(v, 4) for v in last[0, 0].tolist()])
     print(f"  largest difference {(whole[0, 3] - last[0, 0]).abs().max().item():.1e}")
-    k, _ = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rotary(torch.arange(3)[None], 4, 1e4))
+    rope = rotary(torch.arange(3)[None], 4, 1e4)
+    state = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
     print("\nthe same token at positions 0, 1, 2 has keys of one length, turned (rotary):")
     for position in range(3):
-        key = k[0, position, 0]
+        key = state[0, position, 0, 0]
         print(f"   {[round(v, 3) for v in key.tolist()]}   length {key.norm().item():.4f}")
 
 

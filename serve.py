@@ -119,7 +119,7 @@ def generate(
     return results
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _generate_batch(target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar):
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0

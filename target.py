@@ -36,7 +36,7 @@ class Trunk:
 
     tokens: Tensor  # (B, S) ids; S >= width leaves room to commit
     lengths: Tensor  # (B,) tokens run by the target
-    states: list  # per layer: (k, v), each (B, S, H_kv, D)
+    states: list[Tensor]  # per layer, keys and values (B, S, 2, H_kv, D)
     tap_ids: tuple[int, ...]
     width: int  # the longest row, known on the host
     hidden: Tensor | None = None  # (B, T, C) final hidden, None while serving
@@ -45,7 +45,7 @@ class Trunk:
     def select(self, rows: Tensor) -> "Trunk":
         """The trunk of these rows only; serving drops the rows that have finished."""
         pick = [None if t is None else t[rows] for t in (self.tokens, self.lengths, self.hidden, self.taps)]
-        states = [tuple(part[rows] for part in state) for state in self.states]
+        states = [state[rows] for state in self.states]
         return Trunk(pick[0], pick[1], states, self.tap_ids, self.width, *pick[2:])
 
 
@@ -55,7 +55,7 @@ class Scored:
 
     hidden: Tensor  # (B, A, K, W+1, C) the hidden that gives p_1..p_{W+1}; meaningless where slots is -1
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
-    states: list  # per layer: (k, v) of the nodes, each (B, N, H_kv, D)
+    states: list[Tensor]  # per layer, keys and values of the nodes (B, N, 2, H_kv, D)
 
 
 def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
@@ -67,6 +67,12 @@ def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
 def at(values: Tensor, index: Tensor) -> Tensor:
     """values (B,T,...) at index (B,P) -> (B,P,...)."""
     return values[torch.arange(len(values), device=values.device)[:, None], index]
+
+
+def with_room(cache: Tensor, width: int) -> Tensor:
+    """cache (B,S,...) with at least `width` slots; the new ones are zero, since masked is not unread."""
+    lack = width - cache.shape[1]
+    return cache if lack <= 0 else torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
 
 
 class Target(nn.Module):
@@ -101,12 +107,7 @@ class Target(nn.Module):
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
         view = causal_view(B, T, tokens.device)
         hidden, taps, states = self.model(tokens, view, tap_ids=self.tap_ids)
-        if room:
-            grow = [tuple(part.new_zeros(B, T + room, *part.shape[2:]) for part in s) for s in states]
-            for state, grown in zip(states, grow):
-                for part, bigger in zip(state, grown):
-                    bigger[:, :T] = part
-            states, tokens = grow, torch.cat([tokens, tokens.new_zeros(B, room)], 1)
+        tokens, *states = (with_room(t, T + room) for t in (tokens, *states))
         return Trunk(tokens, lengths, states, self.tap_ids, longest, hidden, taps)
 
     @torch.no_grad()
@@ -139,11 +140,12 @@ class Target(nn.Module):
         nodes = path.clamp(min=0)
         slots = trunk.lengths[:, None] + torch.arange(P, device=path.device)
         width = trunk.width + P
-        trunk = _with_room(trunk, width)
+        if trunk.tokens.shape[1] < width:  # more than was reserved: double it
+            tokens, *states = (with_room(t, 2 * width) for t in (trunk.tokens, *trunk.states))
+            trunk = replace(trunk, tokens=tokens, states=states)
         place(trunk.tokens, tree.tokens.gather(1, nodes), slots)
-        for state, new in zip(trunk.states, scored.states):
-            for cache, part in zip(state, new):
-                place(cache, at(part, nodes), slots)
+        for cache, new in zip(trunk.states, scored.states):
+            place(cache, at(new, nodes), slots)
         # while serving nobody reads hidden and taps of the trunk again: they end with the prefill
         return replace(trunk, lengths=trunk.lengths + counts, width=width, hidden=None, taps=None)
 
@@ -188,19 +190,6 @@ class Target(nn.Module):
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": ["Qwen3ForCausalLM"], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)
-
-
-def _with_room(trunk: Trunk, width: int) -> Trunk:
-    """The same trunk with at least `width` slots."""
-    lack = width - trunk.tokens.shape[1]
-    if lack <= 0:
-        return trunk
-
-    def grown(t: Tensor) -> Tensor:
-        return torch.cat([t, t.new_zeros(len(t), max(lack, t.shape[1]), *t.shape[2:])], 1)
-
-    states = [tuple(grown(part) for part in state) for state in trunk.states]
-    return replace(trunk, tokens=grown(trunk.tokens), states=states)
 
 
 def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:

@@ -1,0 +1,530 @@
+"""The ways to train a drafter, one loop.
+
+    --mode ce       offline: cross-entropy on the reference that the target wrote
+    --mode e2e      offline: E2E-TV along the reference's own history
+    --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the trunk,
+                    let the target score the tree in one pass, minimise E2E-TV on them
+
+What differs is `step_loss`, on one screen. With no arguments the whole story runs on a laptop: train a toy
+target on the standard library's text, let it write references, train a drafter offline, then continue it in
+all three ways for the same number of steps from the same checkpoint, and measure the acceptance length (AL)
+by real decoding on held-out prompts. Every stage is kept in --out and not done twice; a run that was stopped
+goes on where it was.
+
+    python train.py                       the story (about 10 minutes on 2 CPU cores)
+    python train.py --preset smoke        the same in a minute, too short to learn much
+    python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import data
+import loss as losses
+from data import References, flag
+from drafter import Drafter, Sampling
+from serve import evaluate, generate
+from target import Target, Trunk
+from tree import build_tree, draw_anchors
+
+MODES = ("ce", "e2e", "specopd")
+TEMPERATURES = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    mode: str = flag("story", "story: everything below in order; or one way to train", choices=("story", *MODES))
+    out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs, summary.json")
+    seed: int = flag(0, "of everything drawn")
+    device: str = flag("cpu", "cpu or cuda")
+    target: str = flag("", "a target's folder; empty: train the toy")
+    drafter: str = flag("", "the drafter to start from; empty: a fresh one")
+    arch: str = flag("gqa", "the toy target's architecture", choices=("gqa",))
+    corpus: str = flag("", "text file or folder, or JSONL prompts; empty: the standard library's text")
+    skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
+    # the toy target
+    target_steps: int = flag(500, "training steps of the toy target")
+    target_layers: int = flag(8, "its decoder layers")
+    target_length: int = flag(256, "tokens per training sequence")
+    # references
+    num_references: int = flag(512, "responses the target writes, once")
+    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)")
+    response_length: int = flag(192, "tokens per response, at most")
+    # the drafter
+    draft_layers: int = flag(2, "decoder layers of a fresh drafter")
+    block_size: int = flag(8, "b: the anchor and W = b - 1 drafts")
+    mask_token_id: int = flag(-1, "embedding row used as MASK; -1: the first beyond the tokenizer")
+    # training
+    warm_steps: int = flag(1000, "story: offline CE steps before the three ways part")
+    steps: int = flag(250, "training steps (story: of each way)")
+    batch_size: int = flag(8, "references per step")
+    num_anchors: int = flag(16, "A, anchors per reference")
+    num_branches: int = flag(2, "K, branches per anchor (specopd)")
+    branch_temperature: float = flag(1.0, "temperature that draws the branches")
+    loss_temperature: float = flag(0.0, "temperature of p and q in the loss; 0: the branch temperature, or 1")
+    loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
+    ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd")
+    ce_decay: float = flag(4.0, "gamma_0 of CE's position weights; 4 for W = 7, 7 for W = 15")
+    merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
+    matrix_lr: float = flag(0.01, "Muon's learning rate, for matrices; 0: AdamW for everything")
+    lr: float = flag(1e-3, "AdamW's learning rate, for the rest")
+    warmup: int = flag(20, "steps of linear warm-up")
+    cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth")
+    clip: float = flag(1.0, "largest gradient norm")
+    cache_gib: float = flag(2.0, "keep the references' trunks in memory if they need no more than this")
+    # measuring and keeping
+    eval_every: int = flag(125, "steps between two measurements of AL")
+    eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training")
+    eval_tokens: int = flag(128, "tokens decoded per prompt")
+    save_every: int = flag(100, "steps between two checkpoints")
+    stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not")
+
+    def __post_init__(self):
+        for name in ("steps", "warm_steps", "batch_size", "num_anchors", "num_branches", "num_references",
+                     "prompt_length", "eval_every", "eval_prompts", "eval_tokens", "save_every"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, at least 1 is needed")
+        if self.response_length < 2:
+            raise ValueError("--response-length must be at least 2: an anchor and a token after it")
+
+
+SMOKE = dict(
+    out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
+    prompt_length=32, response_length=48, warm_steps=40, steps=10, num_anchors=8, eval_every=10,
+    eval_prompts=8, eval_tokens=24, draft_layers=1,
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ one step
+
+
+def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
+    """Valid positions (…,W) of branches: up to and including the first stop token."""
+    if not stop_ids:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    stops = torch.isin(tokens, torch.tensor(stop_ids, device=tokens.device)).long()
+    return stops.cumsum(-1) - stops == 0
+
+
+def step_loss(
+    config: TrainConfig, mode: str, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor, stop_ids
+) -> tuple[Tensor, dict]:
+    """The loss of one batch of references, and figures. anchors (B,A), uniforms (B,A,K,W)."""
+    target, (B, A) = drafter.target, anchors.shape
+    W = drafter.config.num_draft_tokens
+    present = (anchors >= 0)[..., None, None]
+    steps = torch.arange(1, W + 1, device=anchors.device)
+    ahead = anchors.clamp(min=0)[..., None] + steps  # (B, A, W) positions a+1..a+W of the reference
+    inside = (ahead < trunk.lengths[:, None, None])[:, :, None] & present  # (B, A, 1, W)
+    ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1)
+    reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
+    inside = inside & until_stop(reference, stop_ids)
+    if mode == "specopd":
+        sampling = Sampling(config.branch_temperature)
+        proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, uniforms)
+        hidden, tokens = proposal.hidden, proposal.tokens
+        valid = until_stop(tokens, stop_ids) & present  # (B, A, K, W)
+        tree = build_tree(trunk.tokens, trunk.lengths, anchors, torch.where(valid, tokens, -1), config.merge)
+        p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
+        nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
+    else:
+        hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
+        tokens, valid = reference, inside
+        rows = torch.arange(B, device=anchors.device)[:, None]
+        p_hidden = trunk.hidden[rows, (ahead - 1).flatten(1)].view(B, A, 1, W, -1)  # p_k from a+k-1
+        nodes = unmerged = torch.zeros((), dtype=torch.long)
+
+    def loss_of(name, tokens, valid, p_hidden):
+        q_rows, p_rows, token_rows, valid_rows = (
+            t.flatten(0, 1) for t in (hidden, p_hidden, tokens, valid)
+        )
+        temperature = config.loss_temperature or config.branch_temperature or 1.0
+        return losses.chunked(
+            name, q_rows, drafter.logits, valid_rows, p_hidden=p_rows, p_head=target.head,
+            tokens=token_rows, temperature=temperature, decay=config.ce_decay,
+        )  # fmt: skip
+
+    value, figures = loss_of("ce" if mode == "ce" else config.loss, tokens, valid, p_hidden)
+    if mode != "ce" and config.ce_weight:
+        value = value + config.ce_weight * loss_of("ce", reference, inside, p_hidden[:, :, :1])[0]
+    return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
+    """Muon for the layers' matrices, AdamW for embeddings, heads and norms; AdamW alone with matrix_lr 0."""
+    matrices, rest = [], []
+    for name, parameter in module.named_parameters():
+        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_matrix and matrix_lr else rest).append(parameter)
+    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, momentum=0.95))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return optimizers
+
+
+def set_rate(optimizers: list, step: int, steps: int, warmup: int, cooldown: float) -> None:
+    """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of the steps."""
+    left = (steps - step) / max(1.0, cooldown * steps)
+    share = min((step + 1) / max(1, warmup), 1.0, 0.1 + 0.9 * left)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * share
+
+
+def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
+    """Which references a step sees: epochs in a fresh order each, from (seed, step) alone."""
+    places = torch.arange(step * batch_size, (step + 1) * batch_size)
+    orders = {
+        epoch: torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        for epoch in (places // count).unique().tolist()
+    }
+    return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
+
+
+class Trunks:
+    """Prefilled references by number. The target is frozen, so if they fit they are made once and kept."""
+
+    def __init__(self, target: Target, references: References, cache_gib: float):
+        self.target, self.references, self.cache = target, references, None
+        parts = target.config
+        per_token = 2 * parts.num_key_value_heads * parts.head_dim * parts.num_hidden_layers
+        per_token += parts.hidden_size * (1 + len(target.tap_ids))
+        size = references.tokens.numel() * per_token * target.lm_head.weight.element_size()
+        if size <= cache_gib * 2**30:
+            rows = torch.arange(len(references.lengths))
+            pieces = [self._prefill(part) for part in rows.split(32)]
+            self.cache = Trunk(
+                *(torch.cat([getattr(p, name) for p in pieces]) for name in ("tokens", "lengths")),
+                [torch.cat(states) for states in zip(*(p.states for p in pieces))],
+                target.tap_ids, max(p.width for p in pieces),
+                *(torch.cat([getattr(p, name) for p in pieces]) for name in ("hidden", "taps")),
+            )  # fmt: skip
+
+    def _prefill(self, rows: Tensor) -> Trunk:
+        device = self.target.lm_head.weight.device
+        return self.target.prefill(
+            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device)
+        )
+
+    def __call__(self, rows: Tensor) -> Trunk:
+        return self.cache.select(rows.to(self.cache.tokens.device)) if self.cache else self._prefill(rows)
+
+
+@dataclass
+class Measure:
+    """Held-out prompts and how they are decoded."""
+
+    prompts: list
+    max_new_tokens: int
+    stop_ids: tuple
+    seed: int
+
+    def __call__(self, target, drafter, temperature, share=1.0, progress=""):
+        prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
+        return evaluate(target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
+                        progress=progress)  # fmt: skip
+
+
+def train(config: TrainConfig, mode: str, drafter: Drafter, references: References, trunks: Trunks,
+          measure: Measure, out: Path, steps: int) -> dict:  # fmt: skip
+    """Train the drafter for `steps` in place; keep checkpoint, log and the drafter's folder in `out`."""
+    target, device = drafter.target, drafter.fc.weight.device
+    optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
+    A, W = config.num_anchors, drafter.config.num_draft_tokens
+    same = {"mode": mode, "steps": steps} | {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+        if f.name not in ("mode", "steps", "out", "stop_after", "save_every", "device", "cache_gib")
+    }  # fmt: skip
+    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
+    checkpoint = out / "checkpoint.pt"
+    if checkpoint.is_file():
+        try:
+            saved = torch.load(checkpoint, weights_only=True, map_location=device)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise ValueError(f"{checkpoint} is damaged ({type(error).__name__}): remove it") from None
+        for key, value in same.items():
+            if saved["same"].get(key) != value:
+                raise ValueError(
+                    f"{checkpoint} was made with {key} = {saved['same'].get(key)!r}, this run has {value!r}: "
+                    "choose another --out"
+                )
+        start, totals = saved["step"], saved["totals"]
+        drafter.load_state_dict(saved["drafter"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
+
+    def save(step: int) -> None:
+        with data.atomic(checkpoint) as temporary:
+            state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
+            torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
+
+    out.mkdir(parents=True, exist_ok=True)
+    end = min(steps, config.stop_after or steps)
+    bar = tqdm(range(start, end), initial=start, total=steps, desc=f"{mode:8s}", unit="step")
+    als = {}
+    with open(out / "log.jsonl", "a", encoding="utf-8") as log:
+        for step in bar:
+            begin = time.perf_counter()
+            set_rate(optimizers, step, steps, config.warmup, config.cooldown)
+            rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+            shape = (A, config.num_branches, W)
+            anchors, uniforms = draw_anchors(
+                config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape
+            )
+            value, figures = step_loss(config, mode, drafter, trunks(rows), anchors.to(device),
+                                       uniforms.to(device), measure.stop_ids)  # fmt: skip
+            value.backward()
+            norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            record = {"step": step + 1, "loss": value.item(), "grad_norm": norm.item()}
+            record |= {k: v.tolist() for k, v in figures.items()}
+            totals["seconds"] += time.perf_counter() - begin
+            for key in ("supervised", "nodes", "unmerged"):
+                totals[key] += record[key]
+            if (step + 1) % config.eval_every == 0 or step + 1 == steps:
+                als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
+                record |= als
+            log.write(json.dumps(record) + "\n")
+            log.flush()
+            speed = totals["supervised"] / totals["seconds"]
+            shown = {k.replace("al_t", "AL@"): f"{v:.2f}" for k, v in als.items()}
+            bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
+            if (step + 1) % config.save_every == 0 or step + 1 == end:
+                save(step + 1)
+    if end == steps:
+        drafter.save_pretrained(out)
+        data.write_json(out / "summary.json", totals | {"mode": mode, "steps": steps, "config": same})
+    return totals
+
+
+# ------------------------------------------------------------------------------------------------ the story
+
+
+def train_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
+    """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
+    data.write_byte_tokenizer(folder)
+    tokenizer = data.load_tokenizer(folder)
+    rows, held = (data.pack(texts, tokenizer) for texts in (corpus.train, corpus.held_out))
+    L = config.target_length
+    if min(len(rows), len(held)) <= L + 1:
+        raise ValueError(f"the corpus is too short: it needs more than {L + 1} tokens in each part")
+    target = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers).to(config.device)
+    optimizers = make_optimizers(target, 0.02, 3e-3)
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def loss_on(ids: Tensor, starts: Tensor) -> Tensor:
+        windows = ids[starts[:, None] + torch.arange(L + 1)].long().to(config.device)  # (n, L+1)
+        return F.cross_entropy(target(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    bar = tqdm(range(config.target_steps), desc="target  ", unit="step")
+    for step in bar:
+        set_rate(optimizers, step, config.target_steps, config.warmup, 0.4)
+        value = loss_on(rows, torch.randint(len(rows) - L, (8,), generator=generator))
+        value.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 0:
+            bar.set_postfix({"bits per byte": f"{value.item() / math.log(2):.3f}"})
+    with torch.no_grad():
+        starts = torch.linspace(0, len(held) - L - 1, 64).long()
+        bits = sum(loss_on(held, part).item() for part in starts.split(8)) / 8 / math.log(2)
+    target.save_pretrained(folder, eos_token_id=256, pad_token_id=257)
+    return {"held_out_bits_per_byte": bits}
+
+
+def write_references(config: TrainConfig, target, tokenizer, corpus, path: Path) -> References:
+    """Prompts from the corpus, responses regenerated by the target at temperature 1; made once."""
+    made_with = {"num_references": config.num_references, "prompt_length": config.prompt_length,
+                 "response_length": config.response_length, "seed": config.seed, "corpus": config.corpus,
+                 "target": zlib.crc32(target.lm_head.weight.detach().float().cpu().numpy().tobytes())}  # fmt: skip
+    if path.is_file():
+        return References.load(path, made_with)
+    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references, config.prompt_length,
+                                config.seed, corpus.are_prompts)  # fmt: skip
+    results = generate(target, None, prompts, config.response_length, 1.0, config.seed, tokenizer.stop_ids,
+                       batch_size=128, progress="references")  # fmt: skip
+    references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
+    references.save(path, made_with)
+    return references
+
+
+def stage(folder: Path, wanted: dict, make) -> dict:
+    """Do a stage once: its folder is done when stage.json is there, and must have been made alike."""
+    done = folder / "stage.json"
+    if done.is_file():
+        found = data.read_json(done)
+        for key, value in wanted.items():
+            if found["made_with"].get(key) != value:
+                raise ValueError(f"{folder} was made with {key} = {found['made_with'].get(key)!r}, this run has "
+                                 f"{value!r}: choose another --out or remove it")  # fmt: skip
+        print(f"{folder} is there, kept")
+        return found["result"]
+    result = make()
+    data.write_json(done, {"made_with": wanted, "result": result})
+    return result
+
+
+def prepare(config: TrainConfig, out: Path):
+    """Target, tokenizer, references and held-out prompts of a run."""
+    corpus = data.load_corpus(config.corpus or None, config.skip_bad_lines)
+    folder = Path(config.target or out / "target")
+    if not config.target:
+        keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
+        wanted = {key: getattr(config, key) for key in keys}
+        result = stage(folder, wanted, lambda: train_target(config, corpus, folder))
+        print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
+    target = Target.from_pretrained(folder, config.device)
+    tokenizer = data.load_tokenizer(folder)
+    held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length,
+                             config.seed + 1, corpus.are_prompts)  # fmt: skip
+    measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
+    references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
+    return target, tokenizer, references, measure
+
+
+def start_drafter(config: TrainConfig, target: Target, tokenizer) -> Drafter:
+    """A float32 drafter to train: the one given, or a fresh one."""
+    if config.drafter:
+        drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
+    else:
+        mask = None if config.mask_token_id < 0 else config.mask_token_id
+        drafter = Drafter.fresh(target, config.draft_layers, config.block_size, mask, config.seed)
+        drafter.to(config.device)
+    drafter.config.check(target, (*tokenizer.stop_ids, tokenizer.pad_id))
+    return drafter
+
+
+def story(config: TrainConfig, out: Path) -> None:
+    """Target, references, a drafter trained offline, three ways on from it, and the table."""
+    begin = time.perf_counter()
+    target, tokenizer, references, measure = prepare(config, out)
+    fresh = start_drafter(config, target, tokenizer)
+    trunks = Trunks(target, references, config.cache_gib)
+    totals, drafters = {}, {"fresh": fresh}
+    runs = [("start", "ce", config.drafter, config.warm_steps)]
+    runs += [(mode, mode, str(out / "start"), config.steps) for mode in MODES]
+    for name, mode, origin, steps in runs:
+        folder, one = out / name, replace(config, drafter=origin)
+        wanted = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "device", "mode")}
+
+        def make(one=one, mode=mode, folder=folder, steps=steps):
+            drafter = start_drafter(one, target, tokenizer)
+            return train(one, mode, drafter, references, trunks, measure, folder, steps)
+
+        totals[name] = stage(folder, wanted, make)
+        drafters[name] = Drafter.from_pretrained(folder, target, torch.float32)
+    rows = {}
+    for name, drafter in drafters.items():
+        rows[name] = {t: measure(target, drafter, t, progress=f"AL of {name}") for t in TEMPERATURES}
+    speeds = decoding_speed(target, drafters["specopd"], measure)
+    report(config, out, rows, totals, speeds, time.perf_counter() - begin)
+
+
+def decoding_speed(target, drafter, measure: Measure) -> dict:
+    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s each."""
+    tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
+    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:8]]):  # the first warms up
+        texts = []
+        for name, proposer in (("plain", None), ("speculative", drafter)):
+            begin = time.perf_counter()
+            (result,) = generate(target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids)
+            if number:
+                seconds[name] += time.perf_counter() - begin
+                tokens[name] += len(result.tokens)
+            texts.append(result.tokens)
+        same &= texts[0] == texts[1]
+    speeds = {name: tokens[name] / seconds[name] for name in tokens}
+    return speeds | {"same_text": same}
+
+
+TITLES = {"fresh": "fresh drafter", "start": "offline CE (the start)", "ce": "  + CE", "e2e": "  + offline E2E-TV",
+          "specopd": "  + SpecOPD"}  # fmt: skip
+
+
+def report(config: TrainConfig, out: Path, rows: dict, totals: dict, speeds: dict, seconds: float) -> None:
+    """The table on the terminal, and the same figures in summary.json."""
+    summary = {"config": dataclasses.asdict(config), "rows": {}, "decoding": speeds, "seconds": seconds}
+    print(f"\nAcceptance length, {config.eval_prompts} held-out prompts x {config.eval_tokens} tokens, seed "
+          f"{config.seed}, [95 % interval of the paired gain over the start]")  # fmt: skip
+    print(f"{'':24s}{'T = 0':>8s}{'':24s}{'T = 1':>8s}{'':24s}{'supervised/s':>13s}")
+    for name, measured in rows.items():
+        cells, entry = [], {}
+        for t, result in measured.items():
+            cells.append(f"{result.mean:8.3f}")
+            entry[f"al_t{t:g}"] = result.mean
+            entry[f"survival_t{t:g}"] = result.survival
+            gain = ""
+            if name in MODES:
+                base = rows["start"][t]
+                low, high = result.interval(base)
+                percent = 100 * (result.mean / base.mean - 1)
+                gain = f" {percent:+5.1f} % [{low:+.2f}, {high:+.2f}]"
+                entry[f"gain_t{t:g}"] = {"percent": percent, "interval": [low, high]}
+                over_ce = result.interval(rows["ce"][t])
+                entry[f"gain_over_ce_t{t:g}"] = {
+                    "percent": 100 * (result.mean / rows["ce"][t].mean - 1), "interval": list(over_ce),
+                }  # fmt: skip
+            cells.append(f"{gain:24s}")
+        done = totals.get(name)
+        if done:
+            entry |= done | {"supervised_per_second": done["supervised"] / done["seconds"]}
+            cells.append(f"{entry['supervised_per_second']:13.0f}")
+        summary["rows"][name] = entry
+        print(f"{TITLES[name]:24s}" + "".join(cells))
+    for t in TEMPERATURES:
+        print(f"\nSurvival of drafts 1..{config.block_size - 1} (share of rounds that keep the first k), T = {t:g}")
+        for name, measured in rows.items():
+            print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in measured[t].survival))
+    print("\nSpecOPD over continued CE, paired: " + "; ".join(
+        f"T = {t:g} {e['percent']:+.1f} % [{e['interval'][0]:+.2f}, {e['interval'][1]:+.2f}]"
+        for t in TEMPERATURES for e in [summary["rows"]["specopd"][f"gain_over_ce_t{t:g}"]]))  # fmt: skip
+    done = totals["specopd"]
+    if done["unmerged"]:
+        print(f"merging saved {100 * (1 - done['nodes'] / done['unmerged']):.1f} % of the tree's nodes")
+    line = f"greedy decoding, batch 1: plain {speeds['plain']:.0f} tokens/s, speculative {speeds['speculative']:.0f}"
+    if speeds["same_text"]:
+        line += f", same text, {speeds['speculative'] / speeds['plain']:.2f} times as fast"
+    print(line if speeds["same_text"] else line + "; THE TEXTS DIFFER, so no speed-up is reported")
+    data.write_json(out / "summary.json", summary)
+    print(f"{seconds:.0f} s in all; figures in {out}/summary.json, one log.jsonl per run. Next:")
+    target = config.target or f"{out}/target"
+    print(f'  python serve.py --target {target} --drafter {out}/specopd --prompt "def main(" "import os"')
+    print(f"  python train.py --mode specopd --target {target} --drafter {out}/start --out runs/mine")
+    print(f"  python bench.py decode --target {target} --drafter {out}/specopd")
+
+
+def main():
+    config = data.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    out = Path(config.out)
+    print(json.dumps(dataclasses.asdict(config)))
+    if config.mode == "story":
+        story(config, out)
+    else:
+        target, tokenizer, references, measure = prepare(config, out)
+        drafter = start_drafter(config, target, tokenizer)
+        trunks = Trunks(target, references, config.cache_gib)
+        done = train(config, config.mode, drafter, references, trunks, measure, out / config.mode, config.steps)
+        print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    sys.exit(data.exit_code(main))
