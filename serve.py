@@ -262,6 +262,38 @@ def evaluate(target, drafter, prompts, max_new_tokens, temperature, seed=0, stop
     return Acceptance(committed, torch.tensor([r.num_rounds for r in results]), survived, seconds)
 
 
+@dataclass
+class Measure:
+    """Held-out prompts and how they are decoded."""
+
+    prompts: list
+    max_new_tokens: int
+    stop_ids: tuple
+    seed: int
+
+    def __call__(self, target, drafter, temperature, share=1.0, progress=""):
+        prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
+        return evaluate(target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
+                        progress=progress)  # fmt: skip
+
+
+def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
+    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s each."""
+    tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
+    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:count]]):  # the first warms up
+        texts = []
+        for name, proposer in (("plain", None), ("speculative", drafter)):
+            begin = time.perf_counter()
+            (result,) = generate(target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids)
+            if number:
+                seconds[name] += time.perf_counter() - begin
+                tokens[name] += len(result.tokens)
+            texts.append(result.tokens)
+        same &= texts[0] == texts[1]
+    speeds = {name: tokens[name] / seconds[name] for name in tokens}
+    return speeds | {"same_text": same}
+
+
 # --------------------------------------------------------------------------------------------- command line
 
 

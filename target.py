@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data import load_weights, read_json, save_tensors, write_json
+from data import References, load_weights, read_json, save_tensors, write_json
 from model import Decoder, ModelConfig, init_weights
 from tree import ProposalTree, build_tree, causal_view
 
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
     "gqa": ModelConfig(
-        vocab_size=264, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        vocab_size=264, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
     ),
 }  # fmt: skip
 
@@ -190,6 +190,33 @@ class Target(nn.Module):
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": ["Qwen3ForCausalLM"], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)
+
+
+class Trunks:
+    """Prefilled references by number. The target is frozen, so if they fit they are made once and kept."""
+
+    def __init__(self, target: Target, references: References, cache_gib: float):
+        self.target, self.references, self.cache = target, references, None
+        parts = target.config
+        per_token = 2 * parts.num_key_value_heads * parts.head_dim * parts.num_hidden_layers
+        per_token += parts.hidden_size * (1 + len(target.tap_ids))
+        size = references.tokens.numel() * per_token * target.lm_head.weight.element_size()
+        if size <= cache_gib * 2**30:
+            rows = torch.arange(len(references.lengths))
+            pieces = [self._prefill(part) for part in rows.split(32)]
+            names = ("tokens", "lengths", "hidden", "taps")
+            whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+            states = [torch.cat(parts) for parts in zip(*(piece.states for piece in pieces))]
+            self.cache = replace(pieces[0], **whole, states=states, width=max(p.width for p in pieces))
+
+    def _prefill(self, rows: Tensor) -> Trunk:
+        device = self.target.lm_head.weight.device
+        return self.target.prefill(
+            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device)
+        )
+
+    def __call__(self, rows: Tensor) -> Trunk:
+        return self.cache.select(rows.to(self.cache.tokens.device)) if self.cache else self._prefill(rows)
 
 
 def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:

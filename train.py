@@ -16,6 +16,7 @@ goes on where it was.
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -28,14 +29,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 import data
 import loss as losses
 from data import References, flag
 from drafter import Drafter, Sampling
-from serve import evaluate, generate
-from target import Target, Trunk
+from serve import Acceptance, Measure, decoding_speed, generate
+from target import Target, Trunk, Trunks
 from tree import build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
@@ -54,8 +56,8 @@ class TrainConfig:
     corpus: str = flag("", "text file or folder, or JSONL prompts; empty: the standard library's text")
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     # the toy target
-    target_steps: int = flag(500, "training steps of the toy target")
-    target_layers: int = flag(8, "its decoder layers")
+    target_steps: int = flag(750, "training steps of the toy target")
+    target_layers: int = flag(6, "its decoder layers")
     target_length: int = flag(256, "tokens per training sequence")
     # references
     num_references: int = flag(512, "responses the target writes, once")
@@ -178,6 +180,23 @@ def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
     return optimizers
 
 
+class KeepFloat32(TorchFunctionMode):
+    """Leaves tensors alone that ask for bfloat16. torch's Muon orthogonalises in it, which a CPU without
+    such units does several times slower than in float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[0].float() if function is Tensor.bfloat16 else function(*args, **(kwargs or {}))
+
+
+def update(optimizers: list) -> None:
+    """One step of each optimizer; gradients are gone afterwards."""
+    for optimizer in optimizers:
+        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+        with KeepFloat32() if on_cpu else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def set_rate(optimizers: list, step: int, steps: int, warmup: int, cooldown: float) -> None:
     """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of the steps."""
     left = (steps - step) / max(1.0, cooldown * steps)
@@ -195,50 +214,6 @@ def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
         for epoch in (places // count).unique().tolist()
     }
     return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
-
-
-class Trunks:
-    """Prefilled references by number. The target is frozen, so if they fit they are made once and kept."""
-
-    def __init__(self, target: Target, references: References, cache_gib: float):
-        self.target, self.references, self.cache = target, references, None
-        parts = target.config
-        per_token = 2 * parts.num_key_value_heads * parts.head_dim * parts.num_hidden_layers
-        per_token += parts.hidden_size * (1 + len(target.tap_ids))
-        size = references.tokens.numel() * per_token * target.lm_head.weight.element_size()
-        if size <= cache_gib * 2**30:
-            rows = torch.arange(len(references.lengths))
-            pieces = [self._prefill(part) for part in rows.split(32)]
-            self.cache = Trunk(
-                *(torch.cat([getattr(p, name) for p in pieces]) for name in ("tokens", "lengths")),
-                [torch.cat(states) for states in zip(*(p.states for p in pieces))],
-                target.tap_ids, max(p.width for p in pieces),
-                *(torch.cat([getattr(p, name) for p in pieces]) for name in ("hidden", "taps")),
-            )  # fmt: skip
-
-    def _prefill(self, rows: Tensor) -> Trunk:
-        device = self.target.lm_head.weight.device
-        return self.target.prefill(
-            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device)
-        )
-
-    def __call__(self, rows: Tensor) -> Trunk:
-        return self.cache.select(rows.to(self.cache.tokens.device)) if self.cache else self._prefill(rows)
-
-
-@dataclass
-class Measure:
-    """Held-out prompts and how they are decoded."""
-
-    prompts: list
-    max_new_tokens: int
-    stop_ids: tuple
-    seed: int
-
-    def __call__(self, target, drafter, temperature, share=1.0, progress=""):
-        prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
-        return evaluate(target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
-                        progress=progress)  # fmt: skip
 
 
 def train(config: TrainConfig, mode: str, drafter: Drafter, references: References, trunks: Trunks,
@@ -268,13 +243,16 @@ def train(config: TrainConfig, mode: str, drafter: Drafter, references: Referenc
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
+    with data.atomic(out / "log.jsonl") as temporary:  # one line a step: what the checkpoint has seen
+        temporary.write_text("".join(kept))
 
     def save(step: int) -> None:
         with data.atomic(checkpoint) as temporary:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
             torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
 
-    out.mkdir(parents=True, exist_ok=True)
     end = min(steps, config.stop_after or steps)
     bar = tqdm(range(start, end), initial=start, total=steps, desc=f"{mode:8s}", unit="step")
     als = {}
@@ -291,9 +269,7 @@ def train(config: TrainConfig, mode: str, drafter: Drafter, references: Referenc
                                        uniforms.to(device), measure.stop_ids)  # fmt: skip
             value.backward()
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(optimizers)
             record = {"step": step + 1, "loss": value.item(), "grad_norm": norm.item()}
             record |= {k: v.tolist() for k, v in figures.items()}
             totals["seconds"] += time.perf_counter() - begin
@@ -339,9 +315,7 @@ def train_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict
         set_rate(optimizers, step, config.target_steps, config.warmup, 0.4)
         value = loss_on(rows, torch.randint(len(rows) - L, (8,), generator=generator))
         value.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers)
         if step % 10 == 0:
             bar.set_postfix({"bits per byte": f"{value.item() / math.log(2):.3f}"})
     with torch.no_grad():
@@ -439,73 +413,53 @@ def story(config: TrainConfig, out: Path) -> None:
     report(config, out, rows, totals, speeds, time.perf_counter() - begin)
 
 
-def decoding_speed(target, drafter, measure: Measure) -> dict:
-    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s each."""
-    tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
-    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:8]]):  # the first warms up
-        texts = []
-        for name, proposer in (("plain", None), ("speculative", drafter)):
-            begin = time.perf_counter()
-            (result,) = generate(target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids)
-            if number:
-                seconds[name] += time.perf_counter() - begin
-                tokens[name] += len(result.tokens)
-            texts.append(result.tokens)
-        same &= texts[0] == texts[1]
-    speeds = {name: tokens[name] / seconds[name] for name in tokens}
-    return speeds | {"same_text": same}
-
-
 TITLES = {"fresh": "fresh drafter", "start": "offline CE (the start)", "ce": "  + CE", "e2e": "  + offline E2E-TV",
           "specopd": "  + SpecOPD"}  # fmt: skip
 
 
+def gain(one: Acceptance, other: Acceptance) -> dict:
+    return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
+
+
 def report(config: TrainConfig, out: Path, rows: dict, totals: dict, speeds: dict, seconds: float) -> None:
-    """The table on the terminal, and the same figures in summary.json."""
-    summary = {"config": dataclasses.asdict(config), "rows": {}, "decoding": speeds, "seconds": seconds}
-    print(f"\nAcceptance length, {config.eval_prompts} held-out prompts x {config.eval_tokens} tokens, seed "
-          f"{config.seed}, [95 % interval of the paired gain over the start]")  # fmt: skip
-    print(f"{'':24s}{'T = 0':>8s}{'':24s}{'T = 1':>8s}{'':24s}{'supervised/s':>13s}")
-    for name, measured in rows.items():
-        cells, entry = [], {}
-        for t, result in measured.items():
-            cells.append(f"{result.mean:8.3f}")
-            entry[f"al_t{t:g}"] = result.mean
-            entry[f"survival_t{t:g}"] = result.survival
-            gain = ""
+    """The same figures in summary.json and, as a table, on the terminal."""
+    entries = {name: dict(totals.get(name, {})) for name in rows}
+    for name, entry in entries.items():
+        for t in TEMPERATURES:
+            here = rows[name][t]
+            entry |= {f"al_t{t:g}": here.mean, f"survival_t{t:g}": here.survival}
             if name in MODES:
-                base = rows["start"][t]
-                low, high = result.interval(base)
-                percent = 100 * (result.mean / base.mean - 1)
-                gain = f" {percent:+5.1f} % [{low:+.2f}, {high:+.2f}]"
-                entry[f"gain_t{t:g}"] = {"percent": percent, "interval": [low, high]}
-                over_ce = result.interval(rows["ce"][t])
-                entry[f"gain_over_ce_t{t:g}"] = {
-                    "percent": 100 * (result.mean / rows["ce"][t].mean - 1), "interval": list(over_ce),
-                }  # fmt: skip
-            cells.append(f"{gain:24s}")
-        done = totals.get(name)
-        if done:
-            entry |= done | {"supervised_per_second": done["supervised"] / done["seconds"]}
-            cells.append(f"{entry['supervised_per_second']:13.0f}")
-        summary["rows"][name] = entry
-        print(f"{TITLES[name]:24s}" + "".join(cells))
+                entry |= {f"over_{base}_t{t:g}": gain(here, rows[base][t]) for base in ("start", "ce")}
+    data.write_json(out / "summary.json", {"config": dataclasses.asdict(config), "rows": entries,
+                                           "decoding": speeds, "seconds": seconds})  # fmt: skip
+
+    def shown(gain: dict) -> str:
+        return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
+
+    print(f"\nAcceptance length, {config.eval_prompts} held-out prompts x {config.eval_tokens} tokens, seed "
+          f"{config.seed}\n[gain over the start, 95 % interval of the paired difference]")  # fmt: skip
+    print(f"{'':24s}{'T = 0':>7s}{'':26s}{'T = 1':>7s}{'':26s}{'supervised tokens/s':>20s}")
+    for name, entry in entries.items():
+        line = f"{TITLES[name]:24s}"
+        for t in TEMPERATURES:
+            over = shown(entry[f"over_start_t{t:g}"]) if name in MODES else ""
+            line += f"{entry[f'al_t{t:g}']:7.3f}  {over:24s}"
+        print(line + (f"{entry['supervised'] / entry['seconds']:20.0f}" if name in totals else ""))
     for t in TEMPERATURES:
-        print(f"\nSurvival of drafts 1..{config.block_size - 1} (share of rounds that keep the first k), T = {t:g}")
-        for name, measured in rows.items():
-            print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in measured[t].survival))
-    print("\nSpecOPD over continued CE, paired: " + "; ".join(
-        f"T = {t:g} {e['percent']:+.1f} % [{e['interval'][0]:+.2f}, {e['interval'][1]:+.2f}]"
-        for t in TEMPERATURES for e in [summary["rows"]["specopd"][f"gain_over_ce_t{t:g}"]]))  # fmt: skip
-    done = totals["specopd"]
-    if done["unmerged"]:
-        print(f"merging saved {100 * (1 - done['nodes'] / done['unmerged']):.1f} % of the tree's nodes")
+        print(f"\nSurvival: share of rounds that keep the first 1, 2, ... drafts, T = {t:g}")
+        for name, entry in entries.items():
+            print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in entry[f"survival_t{t:g}"]))
+    own = entries["specopd"]
+    print("\nSpecOPD over continued CE: "
+          + ", ".join(f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES))  # fmt: skip
+    if own["unmerged"]:
+        print(f"merging saved {100 * (1 - own['nodes'] / own['unmerged']):.1f} % of the trees' nodes")
     line = f"greedy decoding, batch 1: plain {speeds['plain']:.0f} tokens/s, speculative {speeds['speculative']:.0f}"
     if speeds["same_text"]:
-        line += f", same text, {speeds['speculative'] / speeds['plain']:.2f} times as fast"
-    print(line if speeds["same_text"] else line + "; THE TEXTS DIFFER, so no speed-up is reported")
-    data.write_json(out / "summary.json", summary)
-    print(f"{seconds:.0f} s in all; figures in {out}/summary.json, one log.jsonl per run. Next:")
+        print(f"{line}, the same text, {speeds['speculative'] / speeds['plain']:.2f} times as fast")
+    else:
+        print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
+    print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
     target = config.target or f"{out}/target"
     print(f'  python serve.py --target {target} --drafter {out}/specopd --prompt "def main(" "import os"')
     print(f"  python train.py --mode specopd --target {target} --drafter {out}/start --out runs/mine")

@@ -122,6 +122,9 @@ def build_tree(
     else:
         places, fields = _private_nodes(chains, ends, usable, T)
     places = torch.where(usable, places, -1)
+    if not fields["tokens"].shape[1]:  # ordinary shapes even for a tree without nodes: one padding node
+        fill = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
+        fields = {name: fields[name].new_full((B, 1), fill[name]) for name in fill}
     if not include_anchor:  # p_1 from the trunk; no p_{W+1}
         start = torch.where(present & (rows[..., 0] >= 0), ends, -1)[..., None]
         places = torch.cat([start, places, torch.full_like(start, -1)], -1)
@@ -179,7 +182,6 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
     index = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
     owner = torch.where(fresh, index, -1).cummax(1).values  # (B, R, E) node of each sorted row and depth
     N = int(fresh.flatten(1).sum(1).max()) if fresh.numel() else 0
-    N = max(N, 1)  # an empty tree keeps one padding node, so that shapes stay ordinary
     ordered_leaves = ordered[..., :1].expand(B, R, E)
     above = torch.cat([ordered_leaves[..., :1], T + owner[..., :-1]], -1)[..., :E]
     where = torch.where(fresh, index, N).flatten(1)

@@ -1,0 +1,203 @@
+"""Measurements: two things in one process, on the same weights, and their ratio.
+
+    python bench.py tree      scoring branches packed on their trunk, against each branch alone
+    python bench.py decode    speculative against plain decoding, and what share of a round each part takes
+
+Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The figures go to
+the terminal and to summary.json in --out.
+"""
+
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+
+import torch
+
+import data
+import serve
+from data import flag
+from drafter import Drafter, Sampling
+from target import Target
+from tree import build_tree
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    target: str = flag("", "a target's folder; empty: an untrained toy")
+    drafter: str = flag("", "a drafter's folder; empty: tree draws random branches, decode needs one")
+    out: str = flag("runs/bench", "folder for summary.json")
+    seed: int = flag(0, "of everything drawn")
+    repeats: int = flag(7, "timed repeats")
+    trunk_length: int = flag(512, "tree: tokens of the trunk")
+    num_anchors: int = flag(64, "tree: anchors")
+    num_branches: int = flag(1, "tree: branches per anchor")
+    num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it")
+    num_prompts: int = flag(16, "decode: held-out prompts, one at a time")
+    prompt_length: int = flag(64, "decode: tokens of a prompt")
+    max_new_tokens: int = flag(200, "decode: tokens generated per prompt")
+    device: str = flag("cpu", "cpu or cuda")
+
+
+def median_time(run, repeats: int) -> dict:
+    """Seconds of run(): median, and the lowest and highest of the repeats, after one warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    ordered = sorted(times)
+    return {"median": ordered[len(ordered) // 2], "low": ordered[0], "high": ordered[-1]}
+
+
+def load(config: BenchConfig):
+    target = Target.from_pretrained(config.target, config.device) if config.target else None
+    if target is None:
+        target = Target.toy(seed=config.seed).requires_grad_(False).to(config.device)
+    drafter = Drafter.from_pretrained(config.drafter, target, torch.float32) if config.drafter else None
+    return target, drafter
+
+
+def held_out_prompts(config: BenchConfig, count: int, length: int) -> list[list[int]]:
+    tokenizer = data.load_tokenizer(config.target)
+    return data.draw_prompts(data.load_corpus().held_out, tokenizer, count, length, config.seed + 1)
+
+
+@torch.no_grad()
+def bench_tree(config: BenchConfig) -> dict:
+    """One prefill and one pass over the tree, against one run of the whole prefix per branch."""
+    target, drafter = load(config)
+    T, A, K, W = config.trunk_length, config.num_anchors, config.num_branches, config.num_draft_tokens
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.target:  # real text: a prompt that the target continued
+        (prompt,) = held_out_prompts(config, 1, config.prompt_length)
+        (result,) = serve.generate(target, None, [prompt], T - len(prompt), 1.0, config.seed)
+        tokens = torch.tensor([prompt + result.tokens], device=config.device)
+    else:
+        tokens = torch.randint(0, target.num_tokens, (1, T), generator=generator).to(config.device)
+    lengths = torch.tensor([T], device=config.device)
+    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    if drafter:
+        W = drafter.config.num_draft_tokens
+        trunk = target.prefill(tokens, lengths)
+        branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
+    else:
+        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator).to(config.device)
+
+    def packed(merge):
+        tree = build_tree(tokens, lengths, anchors, branches, merge)
+        return target.head(target.score(target.prefill(tokens, lengths), tree).hidden[..., :W, :])
+
+    rows = [(a, k) for a in range(A) for k in range(K)]
+    prefixes = [torch.cat([tokens[0, : anchors[0, a] + 1], branches[0, a, k, : W - 1]])[None] for a, k in rows]
+
+    def alone():
+        for prefix in prefixes:
+            hidden = target.prefill(prefix, torch.tensor([prefix.shape[1]], device=config.device)).hidden
+            target.head(hidden[:, -W:])
+
+    p = packed(True).softmax(-1)
+    gap = max((target(prefix).softmax(-1)[0, -W:] - p[0, a, k]).abs().max().item()
+              for (a, k), prefix in zip(rows, prefixes))  # fmt: skip
+    counts = [build_tree(tokens, lengths, anchors, branches, m).num_nodes for m in (True, False)]
+    each = sum(prefix.shape[1] for prefix in prefixes)
+    table = [("packed, merged", T + counts[0], lambda: packed(True)), ("packed, unmerged", T + counts[1], lambda: packed(False)),
+             ("each branch alone", each, alone)]  # fmt: skip
+    print(f"trunk {T}, {A} anchors x {K} branches of {W}, {config.device}, {torch.get_num_threads()} threads, seed "
+          f"{config.seed}; packed - alone: {gap:.1e}")  # fmt: skip
+    times = {name: median_time(run, config.repeats) for name, _, run in table}
+    slow = times["each branch alone"]["median"]
+    for name, count, _ in table:
+        t = times[name]
+        print(f"{name:18s} {count:8d} tokens {1e3 * t['median']:9.1f} ms [{1e3 * t['low']:.1f}, {1e3 * t['high']:.1f}]"
+              f" {slow / t['median']:6.1f} times as fast, {each / count:5.1f} times fewer tokens")  # fmt: skip
+    saved = 1 - counts[0] / counts[1]
+    print(f"merging saved {100 * saved:.1f} % of the nodes")
+    return {"times": times, "nodes": counts, "tokens_alone": each, "saved": saved, "largest_difference": gap}
+
+
+class Clock:
+    """Adds up the time spent in functions while they are replaced by timed ones (on a CPU nothing runs late)."""
+
+    def __init__(self, parts: dict):
+        self.seconds, self.saved = {}, []
+        for label, (owner, name) in parts.items():
+            self.saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, self._timed(getattr(owner, name), label))
+
+    def _timed(self, function, label):
+        @wraps(function)
+        def timed(*args, **options):
+            begin = time.perf_counter()
+            result = function(*args, **options)
+            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def restore(self):
+        for owner, name, function in self.saved:
+            setattr(owner, name, function)
+
+
+def bench_decode(config: BenchConfig) -> dict:
+    """Greedy, one prompt at a time, plain and speculative in turn; the texts must be the same."""
+    if not (config.target and config.drafter):
+        raise ValueError("decode needs --target FOLDER and --drafter FOLDER (train.py writes both)")
+    target, drafter = load(config)
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    measure = serve.Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
+    speeds = serve.decoding_speed(target, drafter, measure, len(prompts))
+    if not speeds["same_text"]:
+        raise ValueError("greedy speculative text differs from plain decoding: no speed-up is reported")
+    ratio = speeds["speculative"] / speeds["plain"]
+    al = measure(target, drafter, 0.0)
+    print(f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, {config.device}, "
+          f"{torch.get_num_threads()} threads: the same text")  # fmt: skip
+    print(f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s, AL {al.mean:.3f}: "
+          f"{ratio:.2f} times as fast")  # fmt: skip
+    parts = {"draft": (Drafter, "propose"), "tree": (serve, "build_tree"), "score": (Target, "score"),
+             "verify": (serve, "verify"), "commit": (Target, "commit"),
+             "drafter's memory": (Drafter, "extend"), "prefill": (Target, "prefill")}  # fmt: skip
+    shares = {}
+    for name, proposer in (("plain", None), ("speculative", drafter)):
+        clock = Clock(parts)
+        begin = time.perf_counter()
+        rounds = 0
+        for prompt in prompts[:4]:
+            (result,) = serve.generate(target, proposer, [prompt], config.max_new_tokens, stop_ids=stop_ids)
+            rounds += result.num_rounds
+        total = time.perf_counter() - begin
+        clock.restore()
+        share = {k: v / total for k, v in clock.seconds.items()}
+        share["target's head and rest"] = 1 - sum(share.values())
+        line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in share.items())
+        print(f"{name:12s} {1e3 * total / rounds:.2f} ms a round: {line}")
+        shares[name] = share | {"ms_per_round": 1e3 * total / rounds}
+    return {"speeds": speeds, "ratio": ratio, "al": al.mean, "shares": shares}
+
+
+COMMANDS = {"tree": bench_tree, "decode": bench_decode}
+
+
+def main():
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        data.parse_flags(BenchConfig, __doc__, ["--help"])
+    if command not in COMMANDS:
+        raise ValueError(f"bench.py {command}: there is {', '.join(COMMANDS)}")
+    config = data.parse_flags(BenchConfig, __doc__, sys.argv[2:])
+    figures = COMMANDS[command](config)
+    path = Path(config.out) / "summary.json"
+    before = data.read_json(path) if path.is_file() else {}
+    data.write_json(path, before | {command: figures | {"config": dataclasses.asdict(config)}})
+
+
+if __name__ == "__main__":
+    sys.exit(data.exit_code(main))

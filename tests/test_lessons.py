@@ -1,0 +1,99 @@
+"""Each concept file runs as a lesson, and every command line answers mistakes in one line with exit code 2.
+`pytest tests/test_lessons.py`"""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, small_drafter, small_target
+
+from data import write_byte_tokenizer
+
+
+def run(*arguments, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    "file, says",
+    [("tree.py", "merge=True: 6 nodes"), ("loss.py", "E2E-TV"), ("drafter.py", "block@3 block@6"),
+     ("model.py", "largest difference"), ("target.py", "packed - alone")],
+)  # fmt: skip
+def test_a_concept_file_is_a_lesson(tmp_path, file, says):
+    done = run(ROOT / file, cwd=tmp_path)
+    assert done.returncode == 0 and says in done.stdout and not done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    target = small_target(vocab_size=264, max_position_embeddings=64)
+    target.num_tokens = 258
+    write_byte_tokenizer(root / "target")
+    target.save_pretrained(root / "target", eos_token_id=256, pad_token_id=257)
+    small_drafter(target).save_pretrained(root / "drafter")
+    return root
+
+
+def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
+    done = run("serve.py", "--target", folders / "target", "--drafter", folders / "drafter",
+               "--prompt", "abc", "de", "--max-new-tokens", 20)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "AL " in done.stdout and "same text" in done.stdout and "times as fast" in done.stdout
+    plain = run("serve.py", "--target", folders / "target", "--prompt", "abc", "--max-new-tokens", 20)
+    assert plain.returncode == 0 and "plain decoding" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["serve.py"], "--target"),
+        (["serve.py", "--target", "nowhere", "--prompt", "a"], "nowhere"),
+        (["serve.py", "--target", "T"], "nothing to continue"),
+        (["serve.py", "--target", "T", "--drafter", "nowhere", "--prompt", "a"], "nowhere"),
+        (["serve.py", "--target", "T", "--drafter", "T", "--prompt", "a"], "architectures"),
+        (["serve.py", "--target", "T", "--prompt", "a" * 60], "maximum length"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--max-new-tokens", "many"], "invalid int"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--temprature", "1"], "--temperature"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--top-p", "0"], "top_p"),
+        (["serve.py", "--target", "T", "--prompt", ""], "empty"),
+        (["serve.py", "--target", "T", "--prompts", "none.jsonl"], "none.jsonl"),
+        (["serve.py", "--target", "CUT", "--prompt", "a"], "damaged"),
+        (["serve.py", "--target", "SHAPE", "--prompt", "a"], "shape"),
+        (["train.py", "--mode", "sft"], "invalid choice"),
+        (["train.py", "--step", "3"], "--steps"),
+        (["train.py", "--steps", "0"], "--steps"),
+        (["train.py", "--corpus", "EMPTY"], "empty"),
+        (["train.py", "--corpus", "BAD"], "bad.jsonl:2"),
+        (["train.py", "--config", "KEYS"], "num_anchors"),
+        (["train.py", "--target", "nowhere"], "nowhere"),
+        (["bench.py", "swim"], "swim"),
+    ],
+)
+def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, arguments, word):
+    target = folders / "target"
+    cut, shape = (tmp_path / n for n in ("cut", "shape"))
+    for copy in (cut, shape):
+        copy.mkdir()
+        for file in target.iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    config = (shape / "config.json").read_text()
+    (shape / "config.json").write_text(config.replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (tmp_path / "keys.json").write_text('{"num_anchor": 3}')
+    names = {"T": target, "CUT": cut, "SHAPE": shape, "EMPTY": tmp_path / "empty.txt",
+             "BAD": tmp_path / "bad.jsonl", "KEYS": tmp_path / "keys.json"}  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    script, *rest = [names.get(a, a) for a in arguments]
+    done = run(ROOT / script, *rest, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and word in lines[0] and "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before  # nothing written, nothing lost

@@ -1,0 +1,176 @@
+"""Losses against brute force, enumeration and gradcheck. `pytest tests/test_loss.py`"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import loss as losses
+
+
+def random_probs(*shape, seed=0, sharp=1.5):
+    generator = torch.Generator().manual_seed(seed)
+    return (sharp * torch.randn(*shape, generator=generator, dtype=torch.float64)).softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["tv", "kl", "e2e_tv"])
+def test_losses_pass_gradcheck(name):
+    p, mask = random_probs(2, 3, 4, seed=1), torch.tensor([[True, True, True], [True, True, False]])
+    logits = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: getattr(losses, name)(p, x.softmax(-1), mask), logits)
+
+
+def test_ce_passes_gradcheck_and_weighs_by_position():
+    labels = torch.tensor([[1, 0, 3]])
+    logits = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: losses.ce(x, labels, decay=2.0).double(), logits, atol=1e-3, eps=1e-3)
+    logp = logits.log_softmax(-1)
+    weights = [2.718281828459045 ** (-k / 2.0) for k in range(3)]
+    by_hand = -sum(w * logp[0, k, labels[0, k]] for k, w in enumerate(weights)) / sum(weights)
+    assert abs(losses.ce(logits, labels, decay=2.0) - by_hand) < 1e-6
+
+
+def accepted_by_enumeration(p_of, q_of, W, V):
+    """E[AL] - 1 over every drafted block and every acceptance, p_of/q_of: history -> distribution."""
+    total = 0.0
+    for y in itertools.product(range(V), repeat=W):
+        chance, survives = 1.0, 1.0
+        for k in range(W):
+            p, q = p_of(y[:k]), q_of(y[:k])
+            chance = chance * q[y[k]]
+            survives = survives * torch.clamp(p[y[k]] / q[y[k]], max=1.0)
+            behind = 1.0  # E[accepted] = sum_k P(first k accepted); the tokens behind k sum to one
+            for later in range(k + 1, W):
+                behind = behind * q_of(y[:later])[y[later]]
+            total = total + chance * survives * behind
+    return total
+
+
+def test_e2e_tv_is_the_expected_acceptance_length_for_position_only_p():
+    W, V = 3, 3
+    p, q = random_probs(W, V, seed=2), random_probs(W, V, seed=3)
+    expected = accepted_by_enumeration(lambda h: p[len(h)], lambda h: q[len(h)], W, V)
+    assert abs((1 - losses.e2e_tv(p, q)) * W - expected) < 1e-12
+    assert abs(losses.expected_acceptance_length(p, q) - 1 - expected) < 1e-12
+
+
+def history_dependent(seed, W, V):
+    tables = {h: random_probs(V, seed=seed + 31 * i) for i, h in enumerate(
+        h for k in range(W) for h in itertools.product(range(V), repeat=k))}
+    return lambda history: tables[tuple(history)]
+
+
+def test_e2e_tv_is_only_a_surrogate_when_p_depends_on_history():
+    """The surrogate averages prod alpha over drafted histories, survivors or not; E[AL] does not."""
+    W, V = 3, 3
+    p_of, q = history_dependent(4, W, V), random_probs(W, V, seed=5)
+    exact = accepted_by_enumeration(p_of, lambda h: q[len(h)], W, V)
+    surrogate = 0.0
+    for y in itertools.product(range(V), repeat=W):
+        chance = torch.stack([q[k, y[k]] for k in range(W)]).prod()
+        p = torch.stack([p_of(y[:k]) for k in range(W)])
+        surrogate = surrogate + chance * (1 - losses.e2e_tv(p, q)) * W
+    assert abs(surrogate - exact) > 1e-2
+
+
+@pytest.mark.parametrize("q_depends", [False, True])
+def test_e2e_al_value_and_gradient_equal_full_enumeration(q_depends):
+    W, V = 3, 3
+    p_of = history_dependent(6, W, V)
+    histories = [h for k in range(W) for h in itertools.product(range(V), repeat=k)]
+    place = {h: i if q_depends else len(h) for i, h in enumerate(histories)}
+    logits = torch.randn(len(histories), V, dtype=torch.float64, requires_grad=True)
+    exact = accepted_by_enumeration(p_of, lambda h: logits[place[tuple(h)]].softmax(-1), W, V)
+    (exact_grad,) = torch.autograd.grad(exact, logits)
+    value, grad = 0.0, torch.zeros_like(logits)
+    for y in itertools.product(range(V), repeat=W):
+        q = torch.stack([logits[place[y[:k]]] for k in range(W)]).softmax(-1)
+        p = torch.stack([p_of(y[:k]) for k in range(W)])
+        tokens = torch.tensor(y)
+        chance = q.gather(-1, tokens[:, None]).prod().detach()  # how often this sample is drawn
+        estimate = (1 - losses.e2e_al(p, q, tokens)) * W
+        value = value + chance * estimate.detach()
+        grad += chance * torch.autograd.grad(estimate, logits)[0]
+    assert abs(value - exact) < 1e-10
+    assert (grad - exact_grad).abs().max() < 1e-10
+
+
+def test_a_corrupted_alpha_is_noticed(monkeypatch):
+    W, V = 3, 3
+    p, q = random_probs(W, V, seed=2), random_probs(W, V, seed=3)
+    expected = accepted_by_enumeration(lambda h: p[len(h)], lambda h: q[len(h)], W, V)
+    honest = losses.acceptance
+
+    def corrupted(p, q):
+        alpha = honest(p, q).clone()
+        alpha[..., 1] *= 0.99
+        return alpha
+
+    monkeypatch.setattr(losses, "acceptance", corrupted)
+    assert abs((1 - losses.e2e_tv(p, q)) * W - expected) > 1e-4
+
+
+def chunk_case(K_q):
+    torch.manual_seed(0)
+    R, K, W, C, V = 7, 3, 4, 8, 13
+    q_head, p_head = nn.Linear(C, V), nn.Linear(C, V)
+    q_hidden = torch.randn(R, K_q, W, C, requires_grad=True)
+    mask = torch.ones(R, K, W, dtype=torch.bool)
+    mask[2, 1, 2:] = mask[5] = False
+    p_hidden, tokens = torch.randn(R, K, W, C), torch.randint(0, V, (R, K, W))
+    return q_hidden, q_head, mask, p_hidden, p_head, tokens
+
+
+@pytest.mark.parametrize("K_q", [1, 3])
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_chunked_equals_unchunked_and_the_plain_formula(name, K_q):
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(K_q)
+    q_logits = q_head(q_hidden).expand(*tokens.shape, -1)
+    p, q = p_head(p_hidden).softmax(-1).detach(), q_logits.softmax(-1)
+    plain = {
+        "ce": lambda: losses.ce(q_logits, tokens, mask),
+        "e2e_al": lambda: losses.e2e_al(p, q, tokens, mask),
+    }.get(name, lambda: getattr(losses, name)(p, q, mask))()
+    weights = [q_hidden, *q_head.parameters()]
+    expected = torch.autograd.grad(plain, weights)
+    for rows in (1, 2, 3, 100):
+        value, _ = losses.chunked(name, q_hidden, q_head, mask, p_hidden=p_hidden, p_head=p_head,
+                                  tokens=tokens, rows=rows)  # fmt: skip
+        torch.testing.assert_close(value, plain, atol=1e-6, rtol=0)
+        for got, want in zip(torch.autograd.grad(value, weights), expected):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_a_global_batch_in_parts_gives_the_gradient_of_the_whole():
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
+    for name in losses.LOSSES:
+        def run(part, total, name=name):
+            return losses.chunked(name, q_hidden[part], q_head, mask[part], p_hidden=p_hidden[part],
+                                  p_head=p_head, tokens=tokens[part], total=total)[0]  # fmt: skip
+
+        total = losses.denominator(name, mask)
+        (whole,) = torch.autograd.grad(run(slice(None), None), q_hidden)
+        (parts,) = torch.autograd.grad(run(slice(0, 3), total) + run(slice(3, None), total), q_hidden)
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
+
+
+def test_positions_behind_the_mask_and_empty_branches_add_nothing():
+    p, q = random_probs(2, 4, 5, seed=7), random_probs(2, 4, 5, seed=8)
+    mask = torch.tensor([[True, True, False, False], [False] * 4])
+    alpha = losses.acceptance(p, q)[0]
+    by_hand = 1 - (alpha[0] + alpha[0] * alpha[1]) / 2
+    assert abs(losses.e2e_tv(p, q, mask) - by_hand) < 1e-12
+    assert losses.expected_acceptance_length(p, q, mask)[1] == 1
+
+
+def test_figures_are_means_over_valid_positions():
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
+    _, figures = losses.chunked("tv", q_hidden, q_head, mask, p_hidden=p_hidden, p_head=p_head, rows=2)
+    alpha = losses.acceptance(p_head(p_hidden).softmax(-1), q_head(q_hidden).softmax(-1).expand(7, 3, 4, 13))
+    torch.testing.assert_close(figures["alpha"][3], alpha[..., 3][mask[..., 3]].mean())
+
+
+def test_an_unknown_loss_is_named():
+    with pytest.raises(ValueError, match="e2e_tv"):
+        losses.chunked("l2", torch.zeros(1, 1, 1, 1), nn.Identity(), torch.ones(1, 1, 1))

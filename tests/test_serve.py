@@ -1,0 +1,330 @@
+"""Speculative decoding is lossless: greedy token for token, sampled by exact enumeration. `pytest tests/test_serve.py`"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import small_drafter, small_target
+
+import drafter as drafter_module
+import serve
+from drafter import Drafter, Memory, Proposal, Sampling
+from serve import Acceptance, evaluate, generate
+
+W = 4
+
+
+def prompts(count, seed=0, vocab=20, longest=12):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, longest, (count,), generator=generator)
+    return [torch.randint(0, vocab, (int(n),), generator=generator).tolist() for n in sizes]
+
+
+class Scripted:
+    """A drafter for tests: `rule(text so far) -> (tokens, q (W,V) or None)`; it keeps the text by itself."""
+
+    class Config:
+        num_draft_tokens = W
+
+    config = Config()
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def remember(self, trunk, room=0):
+        return Memory([], trunk.width)
+
+    def extend(self, memory, taps, lengths):
+        return Memory([], memory.width)
+
+    def propose(self, trunk, anchors, num_branches, sampling, generator, memory, keep_probs):
+        texts = [trunk.tokens[b, : int(a) + 1].tolist() for b, a in enumerate(anchors[:, 0])]
+        tokens, q = zip(*(self.rule(text) for text in texts))
+        drawn_from = torch.stack(q)[:, None, None] if keep_probs else None
+        return Proposal(torch.tensor(tokens)[:, None, None], None, sampling, self, drawn_from)
+
+
+def oracle(target, sampling):
+    """Drafts from the target itself, token by token: q = p."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rule(text):
+        tokens, q = list(text), []
+        for _ in range(W):
+            q.append(sampling.probs(target(torch.tensor([tokens]))[0, -1]))
+            tokens.append(int(drafter_module.draw(q[-1], torch.rand(1, generator=generator))))
+        return tokens[-W:], torch.stack(q)
+
+    return Scripted(rule)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_drafter_reaches_w_plus_one(target, temperature):
+    results = generate(target, oracle(target, Sampling(temperature)), prompts(6), 23, temperature)
+    for result in results:
+        assert result.acceptance_length == W + 1
+        assert len(result.tokens) == 23 and result.num_rounds == 5 and result.finish_reason == "length"
+    assert sum(r.num_committed for r in results) == 6 * 25  # the limit cuts the text, not the count
+
+
+def test_an_always_wrong_drafter_gives_al_one_and_the_same_text(target):
+    plain = generate(target, None, prompts(6), 20)
+
+    def wrong(text):
+        best = int(target(torch.tensor([text]))[0, -1].argmax())
+        return [(best + 1) % 20] * W, None
+
+    for result, reference in zip(generate(target, Scripted(wrong), prompts(6), 20), plain):
+        assert result.acceptance_length == 1 and result.tokens == reference.tokens
+        assert not any(result.drafted)
+
+
+def noisy(texts, seed=0):
+    """Drafts from the known greedy text with one token in four replaced: every accept count occurs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rule(text):
+        full = next(t for t in texts if t[: len(text)] == text)
+        ids = [*full[len(text) : len(text) + W], *[0] * W][:W]
+        flip = torch.rand(W, generator=generator) < 0.25
+        return [(i + 1) % 20 if f else i for i, f in zip(ids, flip.tolist())], None
+
+    return Scripted(rule)
+
+
+def test_greedy_text_equals_plain_decoding_64_prompts_of_200_tokens():
+    target = small_target(std=0.5)
+    asked = prompts(64)
+    plain = generate(target, None, asked, 200, batch_size=64)
+    full = [p + r.tokens for p, r in zip(asked, plain)]
+    real = small_drafter(target)
+    counts = set()
+    for proposer in (noisy(full), real):
+        for batch_size in (64, 7):
+            results = generate(target, proposer, asked, 200, batch_size=batch_size)
+            assert [r.tokens for r in results] == [r.tokens for r in plain]
+            counts |= {n for r in results for n in r.accepted}
+    assert counts == set(range(W + 1))
+    alone = target(torch.tensor([full[0]]))[0, len(asked[0]) - 1 : -1].argmax(-1)
+    assert alone.tolist() == plain[0].tokens
+
+
+def test_a_stop_token_in_the_middle_of_a_block_ends_as_plain_decoding_does(target):
+    asked = prompts(12, seed=2)
+    free = generate(target, None, asked, 60)
+    full = [p + r.tokens for p, r in zip(asked, free)]
+    stop = free[0].tokens[17]
+    plain = generate(target, None, asked, 60, stop_ids=(stop,))
+    results = generate(target, noisy(full, 1), asked, 60, stop_ids=(stop,))
+    assert [(r.tokens, r.finish_reason) for r in results] == [(r.tokens, r.finish_reason) for r in plain]
+    assert {r.finish_reason for r in plain} >= {"stop"}
+    assert any(r.accepted[-1] + 1 > (len(r.tokens) - 1) % (W + 1) for r in results if r.num_rounds)
+    for result in results:
+        assert stop not in result.tokens[:-1]
+        assert result.num_committed <= sum(result.accepted) + result.num_rounds
+        if result.finish_reason == "stop":  # a round counts up to and including its stop token
+            assert result.num_committed == len(result.tokens) - 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, W, W + 1])
+def test_limits_smaller_than_a_block_cut_the_text_exactly(target, drafter, limit):
+    asked = prompts(5)
+    plain, results = (generate(target, d, asked, limit) for d in (None, drafter))
+    assert [r.tokens for r in results] == [r.tokens for r in plain] and all(len(r.tokens) == limit for r in plain)
+
+
+def test_a_sampled_text_does_not_depend_on_its_batch(target, drafter):
+    asked = prompts(9)
+    for proposer in (None, drafter):
+        a, b = (generate(target, proposer, asked, 30, 1.0, seed=5, batch_size=n) for n in (9, 2))
+        assert [r.tokens for r in a] == [r.tokens for r in b]
+        assert [r.tokens for r in a] != [r.tokens for r in generate(target, proposer, asked, 30, 1.0, seed=6)]
+
+
+@pytest.mark.parametrize(
+    "how, word",
+    [
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(max_new_tokens=600), "maximum length"),
+        (dict(max_new_tokens=5, temperature=-1.0), "temperature"),
+        (dict(max_new_tokens=5, draft_temperature=1.0), "draft_temperature"),
+    ],
+)
+def test_what_cannot_be_decoded_is_said(target, drafter, how, word):
+    with pytest.raises(ValueError, match=word):
+        generate(target, drafter, [[1, 2]], **how)
+    with pytest.raises(ValueError, match="empty"):
+        generate(target, drafter, [[1], []], 5)
+
+
+# --------------------------------------------------------------------- exact enumeration of losslessness
+
+
+class Outcomes:
+    """Every random outcome of `generate`: each row of a batch follows a script of choices and takes the first
+    possible one where the script ends; what it could have chosen there becomes new scripts."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(drafter_module, "draw", self.draw)
+        monkeypatch.setattr(serve, "draw", self.draw)
+        monkeypatch.setattr(serve, "accept", self.accept)
+        monkeypatch.setattr(torch, "rand", self.rand)
+
+    def rand(self, *shape, generator=None):  # the uniforms only say which row is asking
+        self.rows += 1
+        return torch.full(shape, float(self.rows - 1))
+
+    def choose(self, row: int, options: list[tuple[int, float]]) -> int:
+        taken, script = self.taken[row], self.scripts[row]
+        if len(taken) < len(script):
+            pick = script[len(taken)]
+        else:
+            pick = options[0][0]
+            self.waiting += [taken + [other] for other, _ in options[1:]]
+        self.chance[row] *= dict(options)[pick]
+        taken.append(pick)
+        return pick
+
+    def draw(self, probs, uniforms):
+        flat = probs.double().reshape(len(probs), -1, probs.shape[-1])
+        flat = flat / flat.sum(-1, keepdim=True)
+        out = [
+            [self.choose(int(u), [(v, c) for v, c in enumerate(slot) if c > 0]) for slot in row]
+            for row, u in zip(flat.tolist(), uniforms.reshape(len(probs), -1)[:, 0].tolist())
+        ]
+        return torch.tensor(out).view(uniforms.shape)
+
+    def accept(self, p_y, q_y, uniforms):
+        ratios = (p_y.double() / q_y.double()).clamp(max=1).tolist()
+        out = []
+        for row, u in zip(ratios, uniforms[:, 0].tolist()):
+            kept = []
+            for ratio in row:  # behind the first rejection nothing is decided any more
+                options = [(1, ratio), (0, 1 - ratio)]
+                going = not kept or kept[-1]
+                kept.append(bool(going and self.choose(int(u), [o for o in options if o[1] > 0])))
+            out.append(kept)
+        return torch.tensor(out)
+
+    def distribution(self, run, batch=4096) -> tuple[dict, float]:
+        """{text: probability} over all outcomes of `run(number of rows) -> results`, and the acceptance rate."""
+        self.waiting, found, accepted = [[]], {}, 0.0
+        while self.waiting:
+            self.scripts, self.waiting = self.waiting[:batch], self.waiting[batch:]
+            self.taken, self.chance, self.rows = [[] for _ in self.scripts], [1.0] * len(self.scripts), 0
+            for result, chance in zip(run(len(self.scripts)), self.chance):
+                found[tuple(result.tokens)] = found.get(tuple(result.tokens), 0.0) + chance
+                accepted += chance * (result.accepted[0] > 0)
+        return found, accepted
+
+
+def plain_distribution(target, prompt, sampling, length) -> dict:
+    found = {}
+    for text in itertools.product(range(target.config.vocab_size), repeat=length):
+        p = sampling.probs(target(torch.tensor([[*prompt, *text]]))[0, len(prompt) - 1 : -1]).double()
+        found[text] = p.gather(-1, torch.tensor(text)[:, None]).prod().item()
+    return found
+
+
+def distance(found: dict, expected: dict) -> float:
+    return max(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in expected.keys() | found.keys())
+
+
+def four_token_pair():
+    """A target over 4 tokens whose p depends on history, and a DFlash with W = 2 near it (MASK is id 3)."""
+    target = small_target(seed=3, std=0.3, vocab_size=4, num_hidden_layers=2)
+    target.num_tokens = 4
+    drafter = small_drafter(target, block_size=3, mask_token_id=3)
+    return target, drafter
+
+
+SETTINGS = [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.8)]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("draft_temperature", [None, 0.0], ids=["drawn", "argmax"])
+def test_sampled_text_has_exactly_the_targets_distribution(monkeypatch, sampling, draft_temperature):
+    target, drafter = four_token_pair()
+    prompt = [1, 0, 2]
+    expected = plain_distribution(target, prompt, sampling, 3)
+    assert abs(sum(expected.values()) - 1) < 1e-6
+
+    def run(rows):
+        return generate(target, drafter, [prompt] * rows, 3, sampling.temperature, top_k=sampling.top_k,
+                        top_p=sampling.top_p, draft_temperature=draft_temperature, batch_size=rows)  # fmt: skip
+
+    found, accepted = Outcomes(monkeypatch).distribution(run)
+    assert abs(sum(found.values()) - 1) < 1e-6
+    assert accepted > 0.3  # acceptances are common, so that they are tested
+    assert distance(found, expected) < 1e-6
+
+
+def test_dividing_an_argmax_draft_by_a_soft_q_is_noticed(monkeypatch):
+    target, drafter = four_token_pair()
+    honest = Drafter.propose
+
+    def careless(self, trunk, anchors, num_branches, sampling, *rest, **options):
+        drawn = honest(self, trunk, anchors, num_branches, replace(sampling, temperature=0.0), *rest, **options)
+        soft = sampling.probs(self.logits(drawn.hidden))
+        return replace(drawn, drawn_from=soft.detach())
+
+    monkeypatch.setattr(Drafter, "propose", careless)
+
+    def run(rows):
+        return generate(target, drafter, [[1, 0, 2]] * rows, 3, 1.0, batch_size=rows)
+
+    found, _ = Outcomes(monkeypatch).distribution(run)
+    assert distance(found, plain_distribution(target, [1, 0, 2], Sampling(1.0), 3)) > 1e-3
+
+
+def test_accept_counts_a_prefix_only():
+    """Right, wrong, right counts one, not two."""
+    logits = torch.eye(8)[torch.tensor([[1, 2, 3, 4]])]
+    count, token = serve.verify(logits, torch.tensor([[1, 5, 3]]), None, Sampling(0.0), None)
+    assert count.tolist() == [1] and token.tolist() == [2]
+    q = torch.eye(8)[torch.tensor([[1, 5, 3]])]
+    count, token = serve.verify(logits * 1e4, torch.tensor([[1, 5, 3]]), q, Sampling(1.0), torch.zeros(1, 4))
+    assert count.tolist() == [1] and token.tolist() == [2]
+
+
+def test_an_empty_residual_falls_back_to_p():
+    logits = torch.zeros(1, 2, 4)
+    q = torch.full((1, 1, 4), 0.25)
+    count, token = serve.verify(logits, torch.tensor([[2]]), q, Sampling(1.0), torch.tensor([[1.0, 0.99]]))
+    assert count.tolist() == [0] and token.tolist() == [3]
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+def test_evaluation_counts_what_decoding_did(target, drafter):
+    asked = prompts(7)
+    results = generate(target, drafter, asked, 30, 1.0, seed=2)
+    measured = evaluate(target, drafter, asked, 30, 1.0, seed=2, batch_size=3)
+    assert measured.mean == sum(r.num_committed for r in results) / sum(r.num_rounds for r in results)
+    rounds = [n for r in results for n in r.accepted]
+    for k in range(1, W + 1):
+        assert abs(measured.survival[k - 1] - sum(n >= k for n in rounds) / len(rounds)) < 1e-6
+    assert abs(1 + sum(measured.survival) - measured.mean) < 1e-5  # no stop token cut a round
+
+
+def test_the_paired_interval_is_narrower_and_covers_the_difference():
+    torch.manual_seed(0)
+    rounds = torch.randint(20, 40, (96,))
+    base = (rounds * (2 + torch.rand(96))).long()
+    a = Acceptance(base, rounds, torch.zeros(96, W), 1.0)
+    b = Acceptance(base + rounds // 5, rounds, torch.zeros(96, W), 1.0)
+    low, high = b.interval(a)
+    assert low <= b.mean - a.mean <= high and low > 0.1
+    wide = b.interval()
+    assert high - low < (wide[1] - wide[0]) / 3
+
+
+def test_marked_text_shows_who_wrote_what(tmp_path):
+    from data import load_tokenizer, write_byte_tokenizer
+
+    write_byte_tokenizer(tmp_path)
+    result = serve.Result(list(b"abcd"), [False, True, True, False])
+    assert serve.marked(result, load_tokenizer(tmp_path), False) == "a[bc]d"
+    assert serve.marked(result, load_tokenizer(tmp_path), True) == "a\033[32mbc\033[0md"

@@ -1,0 +1,108 @@
+"""Prefill, score, commit: all state equals that of a fresh prefill. `pytest tests/test_target.py`"""
+
+import pytest
+import torch
+from conftest import small_target
+
+from target import Target, default_taps
+from tree import build_tree
+
+W = 4
+
+
+def text(B, T, seed=0, vocab=20):
+    return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def test_prefill_of_unequal_lengths_equals_each_row_alone(target):
+    tokens, lengths = text(3, 20), torch.tensor([20, 7, 13])
+    trunk = target.prefill(tokens, lengths, room=5)
+    for row, length in enumerate(lengths.tolist()):
+        one = target.prefill(tokens[row : row + 1, :length], torch.tensor([length]))
+        for name in ("hidden", "taps"):
+            torch.testing.assert_close(getattr(trunk, name)[row, :length], getattr(one, name)[0], atol=1e-5, rtol=0)
+        for cache, alone in zip(trunk.states, one.states):
+            torch.testing.assert_close(cache[row, :length], alone[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(target.head(trunk.hidden[0]), target(tokens)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("room", [0, 40])
+def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
+    """Rounds with 0, 1, W-1 and W accepted drafts, other counts in each row, junk tokens rejected."""
+    torch.manual_seed(0)
+    texts = [text(1, n, seed=n)[0].tolist() for n in (9, 3, 14, 6)]
+    lengths = torch.tensor([len(t) for t in texts])
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in texts], batch_first=True)
+    trunk = target.prefill(tokens, lengths, room=room)
+    for counts in ([0, 1, W - 1, W], [W, 0, 1, W - 1], [1, W, 0, 0], [W - 1, W - 1, W, 1]):
+        anchors, drafts = torch.randint(0, 20, (4, 1)), torch.randint(0, 20, (4, 1, 1, W))
+        at_anchor = trunk.lengths[:, None]
+        packed = torch.cat([trunk.tokens, trunk.tokens.new_zeros(4, 1)], 1)
+        packed.scatter_(1, at_anchor, anchors)
+        tree = build_tree(packed[:, : trunk.width + 1], trunk.lengths, at_anchor, drafts, False, True)
+        scored = target.score(trunk, tree)
+        path = torch.arange(W + 1).repeat(4, 1)
+        path[path > torch.tensor(counts)[:, None]] = -1
+        trunk = target.commit(trunk, tree, scored, path)
+        for row, count in enumerate(counts):
+            texts[row] += [int(anchors[row, 0]), *drafts[row, 0, 0, :count].tolist()]
+        trunk.width = max(map(len, texts))
+        for row, committed in enumerate(texts):
+            assert trunk.lengths[row] == len(committed)
+            assert trunk.tokens[row, : len(committed)].tolist() == committed
+            fresh = target.prefill(torch.tensor([committed]), torch.tensor([len(committed)]))
+            for cache, alone in zip(trunk.states, fresh.states):
+                torch.testing.assert_close(cache[row, : len(committed)], alone[0], atol=1e-5, rtol=0)
+
+
+def test_a_tap_is_the_output_of_its_layer_before_the_final_norm(target):
+    tokens = text(1, 8)
+    outputs = {}
+    for index, layer in enumerate(target.model.layers):
+        layer.register_forward_hook(lambda m, i, out, index=index: outputs.__setitem__(index, out[0]))
+    target.tap_ids = (0, 2)
+    taps = target.prefill(tokens, torch.tensor([8])).taps
+    assert torch.equal(taps, torch.cat([outputs[0], outputs[2]], -1))
+    final = target.prefill(tokens, torch.tensor([8])).hidden
+    assert torch.equal(target.model.norm(outputs[2]), final) and not torch.equal(outputs[2], final)
+
+
+def test_taps_are_spread_evenly():
+    assert default_taps(36) == (1, 9, 17, 25, 33)
+    for layers in range(1, 65):
+        taps = default_taps(layers)
+        assert taps and all(0 <= t < layers for t in taps) and list(taps) == sorted(set(taps))
+
+
+def test_scoring_leaves_the_trunk_as_it_was(target):
+    tokens, lengths = text(2, 12), torch.tensor([12, 9])
+    trunk = target.prefill(tokens, lengths, room=30)
+    anchors, branches = torch.tensor([[3, 8], [2, 7]]), text(2 * 2 * 2, W, seed=1).view(2, 2, 2, W)
+    tree = build_tree(trunk.tokens[:, :12], lengths, anchors, branches)
+    first, second = (target.branch_probs(trunk, tree) for _ in range(2))
+    assert torch.equal(first, second)
+    for cache, fresh in zip(trunk.states, target.prefill(tokens, lengths).states):
+        assert torch.equal(cache[:, :12], fresh)
+
+
+def test_lengths_that_do_not_fit_are_named(target):
+    with pytest.raises(ValueError, match="lengths"):
+        target.prefill(text(2, 5), torch.tensor([5, 6]))
+
+
+def test_a_fresh_toy_depends_on_its_seed_alone():
+    a, b, c = Target.toy(seed=1), Target.toy(seed=1), Target.toy(seed=2)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
+    with pytest.raises(ValueError, match="gqa"):
+        Target.toy("mamba")
+
+
+def test_rows_beyond_the_tokenizer_are_known(tmp_path):
+    from data import write_byte_tokenizer
+
+    target = small_target(vocab_size=264)
+    target.save_pretrained(tmp_path)
+    assert Target.from_pretrained(tmp_path).num_tokens == 264  # no tokenizer files, no such knowledge
+    write_byte_tokenizer(tmp_path)
+    assert Target.from_pretrained(tmp_path).num_tokens == 258

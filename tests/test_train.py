@@ -1,0 +1,187 @@
+"""Steps, resume, and the whole story in small. `pytest tests/test_train.py`"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, small_drafter, small_target
+
+import loss as losses
+import train as training
+from data import References
+from drafter import Drafter, Sampling
+from serve import generate
+from target import Trunks
+from train import MODES, TrainConfig, batch_rows, make_optimizers, set_rate, step_loss, until_stop
+from tree import draw_anchors
+
+STOP = (21,)
+
+
+def setup(seed=0):
+    target = small_target()
+    prompts = torch.randint(0, 20, (10, 6), generator=torch.Generator().manual_seed(seed)).tolist()
+    results = generate(target, None, prompts, 20, 1.0, seed, STOP)
+    return target, References.from_lists(prompts, [r.tokens for r in results], 0)
+
+
+CONFIG = TrainConfig(steps=4, batch_size=3, num_anchors=4, num_branches=2, eval_every=2, eval_prompts=2,
+                     eval_tokens=8, save_every=1, warmup=1)  # fmt: skip
+
+
+def one_batch(target, references, config=CONFIG, step=0):
+    trunks = Trunks(target, references, config.cache_gib)
+    rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+    shape = (config.num_anchors, config.num_branches, 4)
+    anchors, uniforms = draw_anchors(config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape)
+    return trunks(rows), anchors, uniforms
+
+
+def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
+    """Every branch alone: p from a plain run of its whole prefix, q from its own block."""
+    W, p_all, q_all, tokens_all, valid_all = 4, [], [], [], []
+    proposal = drafter.propose(trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms)
+    for b, a in torch.cartesian_prod(*(torch.arange(n) for n in anchors.shape)).tolist():
+        anchor, length = int(anchors[b, a]), int(trunk.lengths[b])
+        text = trunk.tokens[b, :length].tolist()
+        for k in range(config.num_branches if mode == "specopd" else 1):
+            if anchor < 0:
+                continue
+            ids = proposal.tokens[b, a, k].tolist() if mode == "specopd" else text[anchor + 1 : anchor + 1 + W]
+            if STOP[0] in ids:
+                ids = ids[: ids.index(STOP[0]) + 1]
+            p = target(torch.tensor([text[: anchor + 1] + ids]))[0, anchor : anchor + W].softmax(-1)
+            pad = W - len(ids)
+            p_all.append(torch.nn.functional.pad(p[: len(ids)], (0, 0, 0, pad)))
+            q_all.append(drafter.logits(proposal.hidden[b, a, 0]))
+            tokens_all.append(torch.tensor(ids + [0] * pad))
+            valid_all.append(torch.arange(W) < len(ids))
+    p, q_logits, tokens, valid = map(torch.stack, (p_all, q_all, tokens_all, valid_all))
+    if mode == "ce":
+        return losses.ce(q_logits, tokens, valid, config.ce_decay), valid.sum()
+    return losses.e2e_tv(p, q_logits.softmax(-1), valid), valid.sum()
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_what_every_branch_alone_would_give(mode, merge):
+    target, references = setup()
+    drafter = small_drafter(target)
+    config = dataclasses.replace(CONFIG, merge=merge)
+    batch = one_batch(target, references, config)
+    assert (batch[1] >= 0).any()
+    value, figures = step_loss(config, mode, drafter, *batch, STOP)
+    slow, supervised = by_hand(mode, config, target, drafter, *batch)
+    assert figures["supervised"] == supervised
+    torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
+    weights = list(drafter.parameters())
+    for got, want in zip(torch.autograd.grad(value, weights), torch.autograd.grad(slow, weights)):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
+
+
+def test_a_label_off_by_one_is_noticed(monkeypatch):
+    target, references = setup()
+    drafter = small_drafter(target)
+    trunk, anchors, uniforms = one_batch(target, references)
+    value, _ = step_loss(CONFIG, "ce", drafter, trunk, anchors, uniforms, STOP)
+    shifted, _ = step_loss(CONFIG, "ce", drafter, dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1)), anchors,
+                           uniforms, STOP)  # fmt: skip
+    assert abs(value - shifted) > 1e-2
+
+
+def test_until_stop_keeps_the_first_stop_token():
+    tokens = torch.tensor([[1, 21, 3, 21], [21, 1, 1, 1], [1, 2, 3, 4]])
+    assert until_stop(tokens, STOP).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert until_stop(tokens, ()).all()
+
+
+def test_cached_trunks_equal_fresh_ones():
+    target, references = setup()
+    rows = torch.tensor([4, 1, 7])
+    kept, fresh = (Trunks(target, references, gib)(rows) for gib in (2.0, 0.0))
+    assert torch.equal(kept.tokens, fresh.tokens) and torch.equal(kept.lengths, fresh.lengths)
+    for row, length in enumerate(fresh.lengths.tolist()):
+        torch.testing.assert_close(kept.hidden[row, :length], fresh.hidden[row, :length], atol=1e-5, rtol=0)
+
+
+def test_every_epoch_sees_every_reference_once():
+    seen = torch.cat([batch_rows(3, step, 10, 4) for step in range(5)])
+    assert sorted(seen[:10].tolist()) == sorted(seen[10:].tolist()) == list(range(10))
+    assert seen[:10].tolist() != seen[10:].tolist()
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adamw():
+    drafter = small_drafter(small_target())
+    adamw, muon = make_optimizers(drafter, 0.01, 1e-3)
+    assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
+    assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}
+    (only,) = make_optimizers(drafter, 0.0, 1e-3)
+    assert len(only.param_groups[0]["params"]) == len(list(drafter.parameters()))
+    set_rate([adamw], 0, 100, 10, 0.5)
+    assert abs(adamw.param_groups[0]["lr"] - 1e-4) < 1e-12
+    set_rate([adamw], 99, 100, 10, 0.5)
+    assert 1e-4 <= adamw.param_groups[0]["lr"] < 1.5e-4
+
+
+def run(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
+    """Train in as many sittings as there are stops; each starts from nothing but the folder."""
+    for stop in stops:
+        target, references = setup()
+        drafter = small_drafter(target)
+        measure = training.Measure([[1, 2, 3], [4, 5]], CONFIG.eval_tokens, STOP, 0)
+        config = dataclasses.replace(CONFIG, stop_after=stop)
+        trunks = Trunks(target, references, 2.0)
+        training.train(config, mode, drafter, references, trunks, measure, out, CONFIG.steps)
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return drafter.state_dict(), log
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
+    whole, log = run(tmp_path / "whole", mode, [0])
+    parts, parts_log = run(tmp_path / "parts", mode, [2, 0])
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+    assert log == parts_log and [r["step"] for r in log] == [1, 2, 3, 4]
+    assert {"al_t0", "al_t1"} <= set(log[-1])
+    target, _ = setup()
+    saved = Drafter.from_pretrained(tmp_path / "whole", target)
+    assert torch.equal(saved.fc.weight, whole["fc.weight"].bfloat16())
+
+
+def test_a_log_ahead_of_its_checkpoint_is_cut_back(tmp_path):
+    run(tmp_path, "ce", [2])
+    with open(tmp_path / "log.jsonl", "a") as log:
+        log.write('{"step": 3, "loss": 9.9}\n{"step": 4, "lo')
+    _, log = run(tmp_path, "ce", [0])
+    assert [r["step"] for r in log] == [1, 2, 3, 4] and all(r["loss"] != 9.9 for r in log)
+
+
+def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(tmp_path):
+    run(tmp_path, "ce", [2])
+    with pytest.raises(ValueError, match="mode = 'ce'"):
+        run(tmp_path, "e2e", [0])
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged"):
+        run(tmp_path, "ce", [0])
+
+
+def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
+    command = [sys.executable, ROOT / "train.py", "--preset", "smoke", "--out", tmp_path / "run"]
+    first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert first.returncode == 0, first.stderr[-2000:]
+    for words in ("Acceptance length", "SpecOPD", "Survival", "tokens/s", "python serve.py"):
+        assert words in first.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["rows"]) == {"fresh", "start", "ce", "e2e", "specopd"}
+    assert f"{summary['rows']['specopd']['al_t0']:8.3f}" in first.stdout
+    assert summary["decoding"]["same_text"] is True
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert again.returncode == 0 and again.stdout.count("is there, kept") == 5
+    other = subprocess.run([*command, "--num-anchors", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert other.returncode == 2 and "num_anchors = 8, this run has 3" in other.stderr.splitlines()[-1]

@@ -1,0 +1,219 @@
+"""A packed branch gets what the target gives on that branch alone. `pytest tests/test_tree.py`"""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from conftest import small_target
+
+from tree import ProposalTree, build_tree, draw_anchors
+
+W, VOCAB = 5, 6  # few tokens, so that branches often repeat the trunk and one another
+
+
+def random_case(seed: int, K: int):
+    """Trunks of unequal length and anchors that are adjacent, first, last, random or absent."""
+    rng = random.Random(seed)
+    B, T, A = 3, 24, 6
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (B, T), generator=generator)
+    lengths = torch.tensor([T, rng.randint(8, T - 1), rng.randint(6, T - 1)])
+    anchors = torch.full((B, A), -1)
+    for b, length in enumerate(lengths.tolist()):
+        middle = rng.randint(1, length - 4)
+        wanted = {0, length - 2, length - 1, middle, middle + 1, rng.randrange(length)}
+        chosen = sorted(wanted)[: A - (b == 1)]  # the second row has an absent anchor
+        anchors[b, : len(chosen)] = torch.tensor(chosen)
+    branches = torch.randint(0, VOCAB, (B, A, K, W), generator=generator)
+    for b in range(B):  # some branches follow the trunk for a while, or all the way
+        for a, anchor in enumerate(anchors[b].tolist()):
+            follow = min(rng.choice([0, 0, 1, 2, W]), int(lengths[b]) - 1 - anchor)
+            if anchor >= 0 and follow > 0:
+                branches[b, a, 0, :follow] = tokens[b, anchor + 1 : anchor + 1 + follow]
+    for b in range(B):  # and some end early, as after a stop token
+        if rng.random() < 0.7:
+            branches[b, rng.randrange(A), rng.randrange(K), rng.randint(0, W) :] = -1
+    return tokens, lengths, anchors, branches
+
+
+def alone(target, tokens, anchors, branches):
+    """Yield ((b, a, k, i), p_{i+1}) from one plain run per branch: the slow twin."""
+    for b, a, k in torch.cartesian_prod(*(torch.arange(n) for n in branches.shape[:3])).tolist():
+        anchor = int(anchors[b, a])
+        ids = branches[b, a, k].tolist()
+        count = ids.index(-1) if -1 in ids else W
+        if anchor < 0 or count == 0:
+            continue
+        sequence = torch.tensor([tokens[b, : anchor + 1].tolist() + ids[: count - 1]])
+        p = target(sequence).softmax(-1)[0, anchor:]
+        for i in range(count):
+            yield (b, a, k, i), p[i]
+
+
+def largest_difference(target, case, merge) -> float:
+    tokens, lengths, anchors, branches = case
+    tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
+    p = target.branch_probs(target.prefill(tokens, lengths), tree)
+    return max((p[where] - slow).abs().max().item() for where, slow in alone(target, tokens, anchors, branches))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_branches_equal_the_target_run_on_each_alone(target, merge, K, seed):
+    assert largest_difference(target, random_case(seed, K), merge) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_leaking_mask_element_is_noticed(target, seed, monkeypatch):
+    whole = ProposalTree.view
+
+    def leaking(tree):
+        view = whole(tree)
+        nodes = tree.valid[0].nonzero()[-1, 0]
+        free = ~view.mask[0, 0, nodes]
+        view.mask[0, 0, nodes, free.nonzero()[0, 0]] = True
+        return view
+
+    monkeypatch.setattr(ProposalTree, "view", leaking)
+    assert largest_difference(target, random_case(seed, 4), False) > 1e-4
+
+
+def test_index_instead_of_depth_as_position_is_noticed(target):
+    tokens, lengths, anchors, branches = random_case(0, 2)
+    tree = build_tree(tokens, lengths, anchors, branches, merge=False)
+    wrong = dataclasses.replace(tree, positions=tree.num_trunk_slots + torch.arange(tree.tokens.shape[1]).expand(3, -1))
+    trunk = target.prefill(tokens, lengths)
+    gap = (target.branch_probs(trunk, tree) - target.branch_probs(trunk, wrong)).abs().max()
+    assert gap > 1e-3
+
+
+def brute_force_trie(tokens, lengths, anchors, branches) -> int:
+    """Distinct histories, neither on the trunk nor unneeded, counted with Python sets."""
+    total = 0
+    for b in range(len(tokens)):
+        trunk, histories = tokens[b, : lengths[b]].tolist(), set()
+        for a, anchor in enumerate(anchors[b].tolist()):
+            for branch in branches[b, a].tolist():
+                ids = branch[: branch.index(-1)] if -1 in branch else branch
+                for k in range(1, len(ids)) if anchor >= 0 else ():
+                    history = trunk[: anchor + 1] + ids[:k]
+                    if history != trunk[: len(history)]:
+                        histories.add(tuple(history))
+        total += len(histories)
+    return total
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("seed", range(30))
+def test_merged_nodes_are_those_of_a_brute_force_trie(K, seed):
+    tokens, lengths, anchors, branches = random_case(seed, K)
+    merged = build_tree(tokens, lengths, anchors, branches, merge=True)
+    assert merged.num_nodes == brute_force_trie(tokens, lengths, anchors, branches)
+    private = build_tree(tokens, lengths, anchors, branches, merge=False)
+    counts = (branches >= 0).sum(-1) - 1
+    assert private.num_nodes == counts.clamp(min=0)[anchors >= 0].sum()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ancestors_spell_the_history(seed):
+    tokens, lengths, anchors, branches = random_case(seed, 4)
+    for merge in (False, True):
+        tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
+        table, T = tree.ancestors(W + 4), tree.num_trunk_slots
+        spelled = torch.cat([tokens, tree.tokens], 1)
+        for b, a, k in [(b, a, k) for b in range(3) for a in range(6) for k in range(4)]:
+            for i, slot in enumerate(tree.slots[b, a, k].tolist()):
+                if slot < T:
+                    continue
+                history = tokens[b, : anchors[b, a] + 1].tolist() + branches[b, a, k, :i].tolist()
+                assert tree.positions[b, slot - T] == len(history) - 1
+                for back, index in enumerate(table[b, slot - T].tolist()):
+                    assert (index == -1) == (back >= len(history))
+                    assert index == -1 or spelled[b, index] == history[-1 - back]
+
+
+def perturbed(merge: bool, target):
+    tokens, lengths, anchors, branches = random_case(1, 2)
+    branches = branches.clamp(min=0)
+    trunk = target.prefill(tokens, lengths)
+    before = target.branch_probs(trunk, build_tree(tokens, lengths, anchors, branches, merge=merge))
+    branches[0, 2, 1, 1:] = (branches[0, 2, 1, 1:] + 1) % VOCAB
+    after = target.branch_probs(trunk, build_tree(tokens, lengths, anchors, branches, merge=merge))
+    others = (anchors >= 0)[..., None].repeat(1, 1, 2)
+    others[0, 2, 1] = False
+    assert (before[0, 2, 1] - after[0, 2, 1]).abs().max() > 1e-3
+    return before[others], after[others]
+
+
+def test_changing_one_branch_leaves_all_others_bit_equal(target):
+    before, after = perturbed(False, target)
+    assert torch.equal(before, after)
+
+
+def test_changing_one_branch_leaves_all_others_alone_when_merged(target):
+    before, after = perturbed(True, target)
+    torch.testing.assert_close(before, after, atol=1e-5, rtol=0)
+
+
+def test_changing_the_trunk_after_an_anchor_leaves_its_branches_bit_equal(target):
+    tokens, lengths, anchors, branches = random_case(2, 2)
+    changed = tokens.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % VOCAB
+    before, after = (
+        target.branch_probs(target.prefill(t, lengths), build_tree(t, lengths, anchors, branches, merge=False))
+        for t in (tokens, changed)
+    )
+    early = (anchors[0] >= 0) & (anchors[0] < 12)
+    assert early.any() and not early.all()
+    assert torch.equal(before[0, early], after[0, early])
+    assert not torch.equal(before[0, ~early], after[0, ~early])
+
+
+def test_include_anchor_gives_the_bonus_distribution_too(target):
+    tokens, lengths, _, branches = random_case(3, 1)
+    anchors, branches = (lengths - 1)[:, None], branches[:, :1].clamp(min=0)
+    run = lengths - 1  # the trunk has not run the anchor
+    for merge in (False, True):
+        tree = build_tree(tokens, run, anchors, branches, merge=merge, include_anchor=True)
+        assert tree.num_nodes == 3 * (W + 1)
+        hidden = target.score(target.prefill(tokens, run), tree).hidden
+        p = target.head(hidden).softmax(-1)[:, 0, 0]  # (B, W+1, V)
+        for b in range(3):
+            sequence = torch.cat([tokens[b, : lengths[b]], branches[b, 0, 0]])[None]
+            slow = target(sequence).softmax(-1)[0, lengths[b] - 1 :]
+            torch.testing.assert_close(p[b], slow, atol=1e-5, rtol=0)
+
+
+def test_blocks_of_one_draft_need_no_nodes(target):
+    tokens, lengths, anchors, _ = random_case(4, 1)
+    branches = torch.zeros(3, 6, 2, 1, dtype=torch.long)
+    for merge in (False, True):
+        tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
+        assert tree.num_nodes == 0
+        trunk = target.prefill(tokens, lengths)
+        p = target.branch_probs(trunk, tree)
+        torch.testing.assert_close(p[0, 1, 0, 0], target(tokens).softmax(-1)[0, anchors[0, 1]], atol=1e-5, rtol=0)
+
+
+def test_anchors_depend_on_seed_step_and_sequence_only():
+    prompt, lengths = torch.tensor([4, 6, 5]), torch.tensor([20, 9, 30])
+    anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, (5, 2, W))
+    part, part_uniforms = draw_anchors(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], (5, 2, W))
+    assert torch.equal(anchors[1:2], part) and torch.equal(uniforms[1:2], part_uniforms)
+    assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
+    other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], (5, 2, W))
+    assert not torch.equal(anchors[:1], other)
+    seen = torch.cat([draw_anchors(0, s, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0] for s in range(200)])
+    assert seen.min() == 4 and seen.max() == 18
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="do not fit"):
+        build_tree(torch.zeros(2, 5).long(), torch.tensor([5]), torch.zeros(2, 1).long(), torch.zeros(2, 1, 1, 3).long())
+
+
+def test_large_vocabulary_merges_too():
+    target = small_target(vocab_size=40)
+    assert largest_difference(target, random_case(99, 4), True) < 1e-5
