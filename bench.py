@@ -1,10 +1,10 @@
 """Measurements: two things in one process, on the same weights, and their ratio.
 
     python bench.py tree      scoring branches packed on their trunk, against each branch alone
-    python bench.py decode    speculative against plain decoding, and what share of a round each part takes
+    python bench.py decode    speculative against plain decoding, and each part's share of a round
 
-Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The figures go to
-the terminal and to summary.json in --out.
+Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
+figures go to the terminal and to summary.json in --out.
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ from tree import build_tree
 @dataclass(frozen=True)
 class BenchConfig:
     target: str = flag("", "a target's folder; empty: an untrained toy")
-    drafter: str = flag("", "a drafter's folder; empty: tree draws random branches, decode needs one")
+    drafter: str = flag(
+        "", "a drafter's folder; empty: tree draws random branches, decode needs one"
+    )
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
     repeats: int = flag(7, "timed repeats")
@@ -59,7 +61,9 @@ def load(config: BenchConfig):
     target = Target.from_pretrained(config.target, config.device) if config.target else None
     if target is None:
         target = Target.toy(seed=config.seed).requires_grad_(False).to(config.device)
-    drafter = Drafter.from_pretrained(config.drafter, target, torch.float32) if config.drafter else None
+    drafter = (
+        Drafter.from_pretrained(config.drafter, target, torch.float32) if config.drafter else None
+    )
     return target, drafter
 
 
@@ -72,7 +76,12 @@ def held_out_prompts(config: BenchConfig, count: int, length: int) -> list[list[
 def bench_tree(config: BenchConfig) -> dict:
     """One prefill and one pass over the tree, against one run of the whole prefix per branch."""
     target, drafter = load(config)
-    T, A, K, W = config.trunk_length, config.num_anchors, config.num_branches, config.num_draft_tokens
+    T, A, K, W = (
+        config.trunk_length,
+        config.num_anchors,
+        config.num_branches,
+        config.num_draft_tokens,
+    )
     generator = torch.Generator().manual_seed(config.seed)
     if config.target:  # real text: a prompt that the target continued
         (prompt,) = held_out_prompts(config, 1, config.prompt_length)
@@ -87,18 +96,25 @@ def bench_tree(config: BenchConfig) -> dict:
         trunk = target.prefill(tokens, lengths)
         branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
     else:
-        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator).to(config.device)
+        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator).to(
+            config.device
+        )
 
     def packed(merge):
         tree = build_tree(tokens, lengths, anchors, branches, merge)
         return target.head(target.score(target.prefill(tokens, lengths), tree).hidden[..., :W, :])
 
     rows = [(a, k) for a in range(A) for k in range(K)]
-    prefixes = [torch.cat([tokens[0, : anchors[0, a] + 1], branches[0, a, k, : W - 1]])[None] for a, k in rows]
+    prefixes = [
+        torch.cat([tokens[0, : anchors[0, a] + 1], branches[0, a, k, : W - 1]])[None]
+        for a, k in rows
+    ]
 
     def alone():
         for prefix in prefixes:
-            hidden = target.prefill(prefix, torch.tensor([prefix.shape[1]], device=config.device)).hidden
+            hidden = target.prefill(
+                prefix, torch.tensor([prefix.shape[1]], device=config.device)
+            ).hidden
             target.head(hidden[:, -W:])
 
     p = packed(True).softmax(-1)
@@ -106,23 +122,35 @@ def bench_tree(config: BenchConfig) -> dict:
               for (a, k), prefix in zip(rows, prefixes))  # fmt: skip
     counts = [build_tree(tokens, lengths, anchors, branches, m).num_nodes for m in (True, False)]
     each = sum(prefix.shape[1] for prefix in prefixes)
-    table = [("packed, merged", T + counts[0], lambda: packed(True)), ("packed, unmerged", T + counts[1], lambda: packed(False)),
-             ("each branch alone", each, alone)]  # fmt: skip
-    print(f"trunk {T}, {A} anchors x {K} branches of {W}, {config.device}, {torch.get_num_threads()} threads, seed "
-          f"{config.seed}; packed - alone: {gap:.1e}")  # fmt: skip
+    table = [
+        ("packed, merged", T + counts[0], lambda: packed(True)),
+        ("packed, unmerged", T + counts[1], lambda: packed(False)),
+        ("each branch alone", each, alone),
+    ]
+    threads = torch.get_num_threads()
+    print(f"trunk {T}, {A} anchors x {K} branches of {W}, {config.device}, {threads} threads,")
+    print(f"seed {config.seed}; packed - alone, largest difference of p: {gap:.1e}")
     times = {name: median_time(run, config.repeats) for name, _, run in table}
     slow = times["each branch alone"]["median"]
     for name, count, _ in table:
         t = times[name]
-        print(f"{name:18s} {count:8d} tokens {1e3 * t['median']:9.1f} ms [{1e3 * t['low']:.1f}, {1e3 * t['high']:.1f}]"
-              f" {slow / t['median']:6.1f} times as fast, {each / count:5.1f} times fewer tokens")  # fmt: skip
+        spread = f"[{1e3 * t['low']:.1f}, {1e3 * t['high']:.1f}]"
+        ratios = f"{slow / t['median']:6.1f} x the speed, {each / count:5.1f} x fewer tokens"
+        print(f"{name:18s} {count:7d} tokens {1e3 * t['median']:8.1f} ms {spread:18s}{ratios}")
     saved = 1 - counts[0] / counts[1]
     print(f"merging saved {100 * saved:.1f} % of the nodes")
-    return {"times": times, "nodes": counts, "tokens_alone": each, "saved": saved, "largest_difference": gap}
+    return {
+        "times": times,
+        "nodes": counts,
+        "tokens_alone": each,
+        "saved": saved,
+        "largest_difference": gap,
+    }
 
 
 class Clock:
-    """Adds up the time spent in functions while they are replaced by timed ones (on a CPU nothing runs late)."""
+    """Adds up the time spent in functions while they are replaced by timed ones (on a CPU nothing
+    runs late)."""
 
     def __init__(self, parts: dict):
         self.seconds, self.saved = {}, []
@@ -155,23 +183,29 @@ def bench_decode(config: BenchConfig) -> dict:
     measure = serve.Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
     speeds = serve.decoding_speed(target, drafter, measure, len(prompts))
     if not speeds["same_text"]:
-        raise ValueError("greedy speculative text differs from plain decoding: no speed-up is reported")
+        raise ValueError(
+            "greedy speculative text differs from plain decoding: no speed-up is reported"
+        )
     ratio = speeds["speculative"] / speeds["plain"]
     al = measure(target, drafter, 0.0)
-    print(f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, {config.device}, "
-          f"{torch.get_num_threads()} threads: the same text")  # fmt: skip
-    print(f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s, AL {al.mean:.3f}: "
-          f"{ratio:.2f} times as fast")  # fmt: skip
-    parts = {"draft": (Drafter, "propose"), "tree": (serve, "build_tree"), "score": (Target, "score"),
-             "verify": (serve, "verify"), "commit": (Target, "commit"),
-             "drafter's memory": (Drafter, "extend"), "prefill": (Target, "prefill")}  # fmt: skip
+    print(f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, "
+          f"{config.device}, {torch.get_num_threads()} threads: the same text")  # fmt: skip
+    print(f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s,"
+          f" AL {al.mean:.3f}: {ratio:.2f} times as fast")  # fmt: skip
+    parts = {
+        "draft": (Drafter, "propose"), "tree": (serve, "build_tree"), "score": (Target, "score"),
+        "verify": (serve, "verify"), "commit": (Target, "commit"),
+        "drafter's memory": (Drafter, "extend"), "prefill": (Target, "prefill"),
+    }  # fmt: skip
     shares = {}
     for name, proposer in (("plain", None), ("speculative", drafter)):
         clock = Clock(parts)
         begin = time.perf_counter()
         rounds = 0
         for prompt in prompts[:4]:
-            (result,) = serve.generate(target, proposer, [prompt], config.max_new_tokens, stop_ids=stop_ids)
+            (result,) = serve.generate(
+                target, proposer, [prompt], config.max_new_tokens, stop_ids=stop_ids
+            )
             rounds += result.num_rounds
         total = time.perf_counter() - begin
         clock.restore()

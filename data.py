@@ -1,9 +1,10 @@
 """What goes in: text, tokenizers, prompts, references, and the flags and files of a run.
 
-The default corpus needs no download: the sources of Python's standard library and the prose of pydoc's
-topics, split by file into train and held-out. Tokenizers are `tiktoken.Encoding`s, built from a folder's
-tokenizer.json; the toy's has the 256 bytes, an end and a pad. A *reference* is a prompt from the corpus and a
-response that the TARGET generated, made once and stored, so that training never learns another model's text.
+The default corpus needs no download: the sources of Python's standard library and the prose of
+pydoc's topics, split by file into train and held-out. Tokenizers are `tiktoken.Encoding`s, built
+from a folder's tokenizer.json; the toy's has the 256 bytes, an end and a pad. A *reference* is a
+prompt from the corpus and a response that the TARGET generated, made once and stored, so that
+training never learns another model's text.
 
     pytest tests/test_data.py
 """
@@ -29,16 +30,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
-GPT2_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-# ------------------------------------------------------------------------------------------- files, safely
+# ------------------------------------------------------------------------------------ files, safely
 
 
 @contextlib.contextmanager
 def atomic(path):
-    """Write to a temporary name beside `path`, then rename (a file or a folder): never half of it is seen."""
+    """Write to a temporary name beside `path`, then rename (a file or a folder): never half of it
+    is seen."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (path.with_name(f".{path.name}.{mark}") for mark in ("tmp", "old"))
@@ -51,6 +51,16 @@ def atomic(path):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def check_same(found: dict, wanted: dict, source) -> None:
+    """What was made before must have been made alike; the first field that differs is named."""
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise ValueError(
+                f"{source} was made with {key} = {found.get(key)!r}, this run has {value!r}: "
+                "choose another --out or remove it"
+            )
+
+
 def write_json(path, value) -> None:
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -59,7 +69,9 @@ def write_json(path, value) -> None:
 def read_json(path) -> dict:
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing" + ("" if path.parent.is_dir() else ": no such folder"))
+        raise FileNotFoundError(
+            f"{path} is missing" + ("" if path.parent.is_dir() else ": no such folder")
+        )
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -82,32 +94,7 @@ def open_tensors(path):
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
 
 
-def load_weights(module, path, device="cpu", dtype=None, prefix: str = "", tied: dict | None = None):
-    """Fill a module (built on meta or not) tensor by tensor. Loud: every tensor of the module must be in
-    the file with its shape, every tensor in the file must be used. `prefix` may stand before names;
-    `tied` {name: other name} are tensors that may be absent because they are the other one."""
-    wanted = module.state_dict(keep_vars=True)
-    with open_tensors(path) as file:
-        names = {name.removeprefix(prefix): name for name in file.keys()}
-        absent = {name: names[other] for name, other in (tied or {}).items() if other in names}
-        names = absent | names
-        if missing := sorted(set(wanted) - set(names)):
-            raise ValueError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-        if extra := sorted(set(names) - set(wanted)):
-            raise ValueError(f"{path}: tensor {extra[0]} has no place in this model ({len(extra)} in all)")
-        found = {}
-        for name, parameter in wanted.items():
-            shape = tuple(file.get_slice(names[name]).get_shape())
-            if shape != tuple(parameter.shape):
-                raise ValueError(
-                    f"{path}: tensor {name} has shape {shape}, the config asks for {tuple(parameter.shape)}"
-                )
-            tensor = file.get_tensor(names[name])
-            found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
-    module.load_state_dict(found, assign=True)
-
-
-# ------------------------------------------------------------------------------------------------ tokenizer
+# ---------------------------------------------------------------------------------------- tokenizer
 
 
 @dataclass(frozen=True)
@@ -141,10 +128,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def write_byte_tokenizer(folder) -> None:
-    """The toy's tokenizer files, as transformers and `load_tokenizer` read them: bytes, end 256, pad 257."""
+    """The toy's tokenizer files, as transformers reads them too: bytes, end 256, pad 257."""
     special = {"<|endoftext|>": 256, "<|pad|>": 257}
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = {"type": "BPE", "vocab": byte_alphabet() | special, "merges": []}
     added = [{"id": i, "content": text} | flags for text, i in special.items()]
     write_json(
@@ -153,33 +140,33 @@ def write_byte_tokenizer(folder) -> None:
          "post_processor": None, "decoder": level, "model": model},
     )  # fmt: skip
     names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
-    write_json(
-        Path(folder) / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | names
-    )
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(Path(folder) / "tokenizer_config.json", names)
     write_json(Path(folder) / "generation_config.json", {"eos_token_id": 256, "pad_token_id": 257})
 
 
 def load_tokenizer(folder) -> Tokenizer:
-    """tokenizer.json of a byte-level BPE model -> tiktoken; stop and pad ids from the files beside it."""
+    """tokenizer.json of a byte-level BPE -> tiktoken; stop and pad ids from the files beside it."""
     folder = Path(folder)
-    file = read_json(folder / "tokenizer.json")
+    source = folder / "tokenizer.json"
+    file = read_json(source)
     if file["model"].get("type") != "BPE" or file.get("normalizer"):
-        raise ValueError(f"{folder}/tokenizer.json: only byte-level BPE without a normalizer is implemented")
+        raise ValueError(f"{source}: only byte-level BPE without a normalizer is implemented")
     special = {token["content"]: token["id"] for token in file.get("added_tokens", ())}
     alphabet = byte_alphabet()
     vocab = {text: i for text, i in file["model"]["vocab"].items() if text not in special}
     merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in file["model"]["merges"]]
     order = [vocab[text] for text in merged if text in vocab]
     if order != sorted(order):
-        raise ValueError(f"{folder}/tokenizer.json: merges whose ids do not rise are not implemented")
+        raise ValueError(f"{source}: merges whose ids do not rise are not implemented")
     try:
         ranks = {bytes(alphabet[c] for c in text): i for text, i in vocab.items()}
     except KeyError as error:
-        raise ValueError(f"{folder}/tokenizer.json: {error} is no byte-level character") from None
+        raise ValueError(f"{source}: {error} is no byte-level character") from None
     stages = file.get("pre_tokenizer") or {}
     stages = stages.get("pretokenizers", [stages])
     if stages[-1].get("type") != "ByteLevel" or len(stages) > 1:
-        raise ValueError(f"{folder}/tokenizer.json: pre_tokenizer is not implemented, only ByteLevel")
+        raise ValueError(f"{source}: pre_tokenizer is not implemented, only ByteLevel")
     encoding = tiktoken.Encoding(
         folder.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
@@ -191,12 +178,13 @@ def load_tokenizer(folder) -> Tokenizer:
     return Tokenizer(encoding, stop, pad if pad is not None else (stop or (0,))[0])
 
 
-# --------------------------------------------------------------------------------------- corpus and prompts
+# ------------------------------------------------------------------------------- corpus and prompts
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, split by file. `prompts` True: each text is a prompt as it is; False: prompts are cut from it."""
+    """Texts, split by file. `prompts` True: each text is a prompt as it is; False: prompts are cut
+    from it."""
 
     train: list[str]
     held_out: list[str]
@@ -210,7 +198,9 @@ def _split(named: dict[str, str], source: str, are_prompts: bool = False) -> Cor
     held = {n for n in named if zlib.crc32(n.encode()) % HELD_OUT_SHARE == 0} or {max(named)}
     parts = [[named[n] for n in sorted(named) if (n in held) == wanted] for wanted in (False, True)]
     if not parts[0]:
-        raise ValueError(f"{source}: holds one text only; two are needed, one of them to be held out")
+        raise ValueError(
+            f"{source}: holds one text only; two are needed, one of them to be held out"
+        )
     return Corpus(*parts, are_prompts)
 
 
@@ -220,7 +210,7 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
         from pydoc_data.topics import topics
 
         root = Path(sysconfig.get_path("stdlib"))
-        left_out = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data"}
+        left_out = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data"}
         files = [f for f in root.rglob("*.py") if not left_out & set(f.relative_to(root).parts)]
         named = {str(f.relative_to(root)): f.read_text("utf-8", errors="ignore") for f in files}
         return _split(named | {f"topic {name}": text for name, text in topics.items()}, str(root))
@@ -242,14 +232,18 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
             lines = text.splitlines(keepends=True)
             size = max(1, -(-len(lines) // 64))
             pieces = ["".join(lines[i : i + size]) for i in range(0, len(lines), size)]
-        named |= {f"{file.relative_to(root.parent)}:{i:04d}": piece for i, piece in enumerate(pieces)}
+        named |= {
+            f"{file.relative_to(root.parent)}:{i:04d}": piece for i, piece in enumerate(pieces)
+        }
     return _split(named, path)
 
 
 def read_prompts(path, skip_bad_lines: bool = False) -> list[list[dict]]:
-    """JSON Lines of the four public shapes -> conversations [{"role", "content"}, ...], the first a prompt.
+    """JSON Lines of the four public shapes -> conversations [{"role", "content"}, ...], the first a
+    prompt.
 
-    {"turns": [...]} · {"prompt": ...} · {"messages": [{role, content}]} · {"conversations": [{from, value}]}
+    {"turns": [...]} · {"prompt": ...} · {"messages": [{role, content}]} · {"conversations": [{from,
+    value}]}
     """
     path = Path(path)
     if not path.is_file():
@@ -303,10 +297,16 @@ def pack(texts: list[str], tokenizer: Tokenizer) -> Tensor:
 
 
 def draw_prompts(
-    texts: list[str], tokenizer: Tokenizer, count: int, length: int, seed: int, are_prompts: bool = False
+    texts: list[str],
+    tokenizer: Tokenizer,
+    count: int,
+    length: int,
+    seed: int,
+    are_prompts: bool = False,
 ) -> list[list[int]]:
-    """`count` prompts. From running text: `length` tokens from the start of a random line, texts weighted
-    by size. From prompts: each as it is, those longer than `length` tokens left out and counted."""
+    """`count` prompts. From running text: `length` tokens from the start of a random line, texts
+    weighted by size. From prompts: each as it is, those longer than `length` tokens left out and
+    counted."""
     generator = np.random.default_rng(seed)
     if are_prompts:
         encoded = [tokenizer.encode(text) for text in texts]
@@ -330,31 +330,29 @@ def draw_prompts(
     raise ValueError(f"the corpus is too short for {count} prompts of {length} tokens")
 
 
-# ----------------------------------------------------------------------------------------------- references
+# --------------------------------------------------------------------------------------- references
 
 
 @dataclass
 class References:
-    """n sequences the target wrote: tokens (n,T) right-padded, lengths (n,), prompt_lengths (n,)."""
+    """n sequences the target wrote: tokens (n,T) right-padded, lengths (n,), prompt_lengths
+    (n,)."""
 
     tokens: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
 
     def save(self, path, made_with: dict) -> None:
-        tensors = dict(tokens=self.tokens.int(), lengths=self.lengths, prompt_lengths=self.prompt_lengths)
+        tensors = dict(
+            tokens=self.tokens.int(), lengths=self.lengths, prompt_lengths=self.prompt_lengths
+        )
         save_tensors(path, tensors, {"made_with": made_with})
 
     @classmethod
     def load(cls, path, made_with: dict | None = None) -> "References":
         with open_tensors(path) as file:
             stored = json.loads((file.metadata() or {}).get("made_with", "{}"))
-            for key, value in (made_with or {}).items():
-                if stored.get(key) != value:
-                    raise ValueError(
-                        f"{path} was made with {key} = {stored.get(key)!r}, this run has {value!r}: "
-                        "choose another --out or remove it"
-                    )
+            check_same(stored, made_with or {}, path)
             parts = {f.name: file.get_tensor(f.name) for f in dataclasses.fields(cls)}
         return cls(parts["tokens"].long(), parts["lengths"].long(), parts["prompt_lengths"].long())
 
@@ -370,7 +368,7 @@ class References:
         return cls(tokens, lengths, torch.tensor([len(p) for p, _ in pairs]))
 
 
-# ------------------------------------------------------------------------------------------ flags and errors
+# --------------------------------------------------------------------------------- flags and errors
 
 
 class _Parser(argparse.ArgumentParser):
@@ -398,9 +396,12 @@ def check_keys(found: dict, config_class, source: str) -> None:
 
 
 def parse_flags(config_class, description: str, argv=None, presets: dict | None = None):
-    """Flags from a frozen dataclass. Order of precedence: defaults, --preset, --config FILE, flags."""
+    """Flags from a frozen dataclass. Order of precedence: defaults, --preset, --config FILE,
+    flags."""
     parser = _Parser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a run config (JSON), as a run saves it")
     if presets:

@@ -1,15 +1,17 @@
 """The proposer: DFlash, a few decoder layers that fill a whole block of tokens in one pass.
 
-1. The target's hidden states at a few tapped layers are fused into context features, hidden_norm(fc(taps)).
-2. Each drafter layer is an ordinary decoder layer whose PAST is made from these features: its own k/v
-   projections applied to them, at their true positions. No token of the context is run again.
-3. The block is [x_a, MASK, ..., MASK]; its tokens see the context strictly before a, and one another both
-   ways. Slot j >= 1 predicts the token at its own position a + j, all slots at once.
+1. The target's hidden states at a few tapped layers are fused into context features,
+   hidden_norm(fc(taps)).
+2. Each drafter layer is an ordinary decoder layer whose PAST is made from these features: its own
+   k/v projections applied to them, at their true positions. No token of the context is run again.
+3. The block is [x_a, MASK, ..., MASK]; its tokens see the context strictly before a, and one
+   another both ways. Slot j >= 1 predicts the token at its own position a + j, all slots at once.
 4. Embedding and head are the target's, frozen.
 
-`propose` returns the tokens and the very distribution they were drawn from (paper: p is the target's, q the
-drafter's). The same function serves training (all anchors of a reference at once, with gradient) and decoding
-(one anchor per row, features kept in a `Memory`). Left out: nothing of DFlash.
+`propose` returns the tokens and the very distribution they were drawn from (paper: p is the
+target's, q the drafter's). The same function serves training (all anchors of a reference at once,
+with gradient) and decoding (one anchor per row, features kept in a `Memory`). Left out: nothing of
+DFlash.
 
     python drafter.py            a block proposed at two anchors, and its visibility
     pytest tests/test_drafter.py
@@ -21,15 +23,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data import load_weights, read_json, save_tensors, write_json
-from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, rotary
+from data import read_json, save_tensors, write_json
+from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, load_weights, rotary
 from target import Target, Trunk, place, with_room
 from tree import block_view
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
 
 
-# ------------------------------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}")
+            raise ValueError(
+                f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}"
+            )
 
     def probs(self, logits: Tensor) -> Tensor:
         """(..., V) -> probabilities (..., V), float32."""
@@ -63,15 +67,15 @@ class Sampling:
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens by inverse distribution function: probs (..., V), uniforms (..., n) in [0,1) -> (..., n).
-    A token of probability zero is never drawn."""
+    """Tokens by inverse distribution function: probs (..., V), uniforms (..., n) in [0,1) -> (...,
+    n). A token of probability zero is never drawn."""
     upto = probs.cumsum(-1)
     whole = upto[..., -1:]
     point = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
     return torch.searchsorted(upto, point.contiguous(), right=True)
 
 
-# --------------------------------------------------------------------------------------------------- config
+# ------------------------------------------------------------------------------------------- config
 
 
 @dataclass(frozen=True)
@@ -96,36 +100,37 @@ class DrafterConfig:
         if self.is_causal:
             raise ValueError("is_causal = true is not implemented: the block is bidirectional")
         if self.block_size < 2:
-            raise ValueError(f"block_size {self.block_size}: a block holds the anchor and at least one draft")
-        if self.layers.hidden_size != config.hidden_size:
             raise ValueError(
-                f"drafter hidden_size {self.layers.hidden_size} is not the target's {config.hidden_size}"
+                f"block_size {self.block_size}: a block holds the anchor and at least one draft"
             )
-        if self.layers.vocab_size != config.vocab_size:
-            raise ValueError(
-                f"drafter vocab_size {self.layers.vocab_size} is not the target's {config.vocab_size}"
-            )
-        if self.num_target_layers != config.num_hidden_layers:
-            raise ValueError(
-                f"num_target_layers {self.num_target_layers}, but the target has {config.num_hidden_layers}"
-            )
+        own = {"hidden_size": self.layers.hidden_size, "vocab_size": self.layers.vocab_size}
+        own["num_target_layers"] = self.num_target_layers
+        for name, value in own.items():
+            wanted = getattr(config, name.replace("target", "hidden"))
+            if value != wanted:
+                raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
         if not ids or not all(0 <= i < config.num_hidden_layers for i in ids):
-            raise ValueError(f"target_layer_ids {list(ids)} are not layers 0..{config.num_hidden_layers - 1}")
+            raise ValueError(
+                f"target_layer_ids {list(ids)} are not layers 0..{config.num_hidden_layers - 1}"
+            )
         if not 0 <= self.mask_token_id < config.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is beyond vocab_size {config.vocab_size}")
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is beyond vocab_size {config.vocab_size}"
+            )
         if self.mask_token_id in stop_ids:
             raise ValueError(f"mask_token_id {self.mask_token_id} is a stop or pad id")
 
     @classmethod
     def from_dict(cls, found: dict, source: str) -> "DrafterConfig":
         if found.get("architectures") != ["DFlashDraftModel"]:
-            raise ValueError(
-                f"{source}: architectures {found.get('architectures')}; implemented: ['DFlashDraftModel']"
-            )
+            named = found.get("architectures")
+            raise ValueError(f"{source}: architectures {named}; implemented: ['DFlashDraftModel']")
         inner = found.get("dflash_config") or {}
         sizes = {d["block_size"] for d in (found, inner) if "block_size" in d}
         if len(sizes) != 1:
-            raise ValueError(f"{source}: block_size is given {len(sizes)} different times: {sorted(sizes)}")
+            raise ValueError(
+                f"{source}: block_size is given {len(sizes)} different times: {sorted(sizes)}"
+            )
         if lacking := {"mask_token_id", "target_layer_ids"} - set(inner):
             raise ValueError(f"{source}: dflash_config lacks {', '.join(sorted(lacking))}")
         if inner.get("use_swa"):
@@ -140,7 +145,10 @@ class DrafterConfig:
     def to_dict(self) -> dict:
         """config.json in the dialect that engines load."""
         names = {"architectures": ["DFlashDraftModel"]}
-        inner = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        inner = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+        }
         return names | self.layers.to_dict() | {
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
@@ -151,7 +159,7 @@ class DrafterConfig:
         }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------- drafter
+# ------------------------------------------------------------------------------------------ drafter
 
 
 @dataclass
@@ -170,13 +178,15 @@ class Proposal:
     """K branches of W tokens at each anchor, and what they were drawn from."""
 
     tokens: Tensor  # (B, A, K, W)
-    hidden: Tensor  # (B, A, 1, W, C), with gradient if there was one; DFlash's q is the same for all K
+    # (B, A, 1, W, C), with gradient if there was one; DFlash's q is the same for all K
+    hidden: Tensor
     sampling: Sampling
     drafter: "Drafter"
     drawn_from: Tensor | None = None  # (B, A, 1, W, V), kept if the caller divides by it
 
     def probs(self) -> Tensor:
-        """q (B,A,K,W,V), float32, with gradient through `hidden`: for tests and small vocabularies."""
+        """q (B,A,K,W,V), float32, with gradient through `hidden`: for tests and small
+        vocabularies."""
         q = self.sampling.probs(self.drafter.logits(self.hidden))
         return q.expand(*self.tokens.shape, -1)
 
@@ -208,8 +218,8 @@ class Drafter(nn.Module):
     # -- the context
 
     def _context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
-        """taps (B,P,taps*C) at positions (B,P) -> each layer's keys and values of the features, which go in
-        as they are, without the layer's input norm."""
+        """taps (B,P,taps*C) at positions (B,P) -> each layer's keys and values of the features,
+        which go in as they are, without the layer's input norm."""
         features = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))  # (B, P, C)
         rope = self._rope(positions)
         return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
@@ -218,7 +228,8 @@ class Drafter(nn.Module):
         """The context's keys and values of a whole trunk; `room` for decoding to add more."""
         if trunk.tap_ids != self.config.target_layer_ids:
             raise ValueError(
-                f"the trunk was tapped at {trunk.tap_ids}, the drafter reads {self.config.target_layer_ids}"
+                f"the trunk was tapped at layers {trunk.tap_ids}, "
+                f"the drafter reads {self.config.target_layer_ids}"
             )
         T = trunk.taps.shape[1]
         states = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
@@ -226,8 +237,8 @@ class Drafter(nn.Module):
         return Memory(states, T)
 
     def extend(self, memory: Memory, taps: Tensor, lengths: Tensor) -> Memory:
-        """Remember P more tokens of each row, taps (B,P,·), at positions lengths (B,) onwards, in place.
-        Entries beyond what gets committed are leftovers that no anchor looks at."""
+        """Remember P more tokens of each row, taps (B,P,·), at positions lengths (B,) onwards, in
+        place. Entries beyond what gets committed are leftovers that no anchor looks at."""
         slots = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         for cache, new in zip(memory.states, self._context(taps, slots)):
             place(cache, new, slots)
@@ -236,8 +247,8 @@ class Drafter(nn.Module):
     # -- the block
 
     def block(self, trunk: Trunk, anchors: Tensor, memory: Memory | None = None) -> Tensor:
-        """Final hidden (B,A,W,C) of the blocks at anchors (B,A), all in one pass. The trunk gives the
-        anchors' tokens and, without a memory, the context."""
+        """Final hidden (B,A,W,C) of the blocks at anchors (B,A), all in one pass. The trunk gives
+        the anchors' tokens and, without a memory, the context."""
         B, A = anchors.shape
         b = self.config.block_size
         if memory is None:
@@ -269,7 +280,8 @@ class Drafter(nn.Module):
         memory: Memory | None = None,
         keep_probs: bool = False,
     ) -> Proposal:
-        """K branches at each anchor (B,A), -1 = absent. `generator` may be the uniforms (B,A,K,W)."""
+        """K branches at each anchor (B,A), -1 = absent. `generator` may be the uniforms
+        (B,A,K,W)."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
         uniforms = generator
@@ -292,7 +304,9 @@ class Drafter(nn.Module):
     # -- making, loading, saving
 
     @classmethod
-    def fresh(cls, target: Target, num_layers: int = 2, block_size: int = 8, mask_token_id=None, seed=0):
+    def fresh(
+        cls, target: Target, num_layers: int = 2, block_size: int = 8, mask_token_id=None, seed=0
+    ):
         """An untrained drafter of the target's width. MASK: the first row beyond the tokenizer."""
         if mask_token_id is None:
             mask_token_id = target.num_tokens
@@ -300,7 +314,11 @@ class Drafter(nn.Module):
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
         layers = replace(target.config, num_hidden_layers=num_layers, tie_word_embeddings=False)
         config = DrafterConfig(
-            layers, block_size, mask_token_id, tuple(target.tap_ids), target.config.num_hidden_layers
+            layers,
+            block_size,
+            mask_token_id,
+            tuple(target.tap_ids),
+            target.config.num_hidden_layers,
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -308,8 +326,8 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """A published drafter folder, on the target's device; sets the target's taps to the drafter's.
-        dtype None keeps the file's (bfloat16 as published); training wants float32."""
+        """A published drafter folder, on the target's device; sets the target's taps to the
+        drafter's. dtype None keeps the file's (bfloat16 as published); training wants float32."""
         folder = Path(folder)
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source))
@@ -322,7 +340,9 @@ class Drafter(nn.Module):
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:
         """config.json and model.safetensors, flat names, bfloat16: what engines load."""
         folder = Path(folder)
-        save_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in self.state_dict().items()})
+        save_tensors(
+            folder / "model.safetensors", {k: v.to(dtype) for k, v in self.state_dict().items()}
+        )
         write_json(folder / "config.json", self.config.to_dict() | {"dtype": str(dtype)[6:]})
 
 
@@ -331,16 +351,18 @@ def main():
     target.num_tokens = 258
     drafter = Drafter.fresh(target, block_size=4)
     own = sum(p.numel() for p in drafter.parameters())
-    print(f"taps {drafter.config.target_layer_ids} of {target.config.num_hidden_layers} layers; {own} parameters")
+    print(f"taps {drafter.config.target_layer_ids} of 4 layers; {own} parameters of its own")
     tokens = torch.arange(65, 75)[None]
     trunk = target.prefill(tokens, torch.tensor([10]))
     anchors = torch.tensor([[3, 6]])
-    print(f"context x_0..x_9, blocks of 4 at anchors 3 and 6: [x_a, MASK, MASK, MASK]\n")  # noqa: F541
+    print("context x_0..x_9, blocks of 4 at anchors 3 and 6: [x_a, MASK, MASK, MASK]\n")
     mask = block_view(anchors, 4, 10).mask[0, 0].int()
     print(" block slot position  sees: context    | block@3 block@6")
     for n, row in enumerate(mask):
         cells = ["".join("·■"[v] for v in part) for part in (row[:10], row[10:14], row[14:])]
-        print(f"{n // 4:6d} {n % 4:4d} {3 + 3 * (n // 4) + n % 4:8d}        {cells[0]} | {cells[1]}    {cells[2]}")
+        position = 3 + 3 * (n // 4) + n % 4
+        seen = f"{cells[0]} | {cells[1]}    {cells[2]}"
+        print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {seen}")
     generator = torch.Generator().manual_seed(0)
     proposal = drafter.propose(trunk, anchors, 2, Sampling(1.0), generator)
     q = proposal.probs()
@@ -349,7 +371,8 @@ def main():
         for k in range(2):
             ids = proposal.tokens[0, a, k]
             chance = q[0, a, k].gather(-1, ids[:, None])[:, 0]
-            print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {[round(c, 4) for c in chance.tolist()]}")
+            shown = [round(c, 4) for c in chance.tolist()]
+            print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {shown}")
 
 
 if __name__ == "__main__":

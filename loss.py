@@ -1,23 +1,28 @@
-"""What is learned: from token-level imitation to the acceptance length itself.
+"""What is learned, from token-level imitation to the acceptance length itself, and by which
+optimizers.
 
 With p the target's and q the drafter's distribution at branch position k,
 
-    alpha_k = sum_v min(p_k(v), q_k(v)) = 1 - TV(p_k, q_k)        a draft from q_k is accepted so often
-    E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b   (paper: end-to-end total variation)
+    alpha_k = sum_v min(p_k(v), q_k(v)) = 1 - TV(p_k, q_k)     a draft from q_k is accepted so often
+    E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b      end-to-end total variation
 
-A position counts only as far as everything before it survives, so an error at the first token costs the whole
-block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is exactly the expected
-acceptance length; in general it is a surrogate. `e2e_al` (beyond the paper) is the exact one, estimated
-without bias from the same samples. Every loss is a numerator over a denominator that needs no vocabulary, so
-a global batch may be split over chunks and processes and still give one gradient.
+A position counts only as far as everything before it survives, so an error at the first token costs
+the whole block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is exactly
+the expected acceptance length; in general it is a surrogate. `e2e_al` (beyond the paper) is the
+exact one, estimated without bias from the same samples. Every loss is a numerator over a
+denominator that needs no vocabulary, so a global batch may be split over chunks and processes and
+still give one gradient.
 
     python loss.py              two blocks of equal cross-entropy, told apart by E2E-TV
     pytest tests/test_loss.py
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
@@ -29,7 +34,8 @@ def _ones(like: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """alpha = sum_v min(p, q): (..., V), (..., V) -> (...). The chance that a draft from q is accepted."""
+    """alpha = sum_v min(p, q): (..., V), (..., V) -> (...). The chance that a draft from q is
+    accepted."""
     return torch.minimum(p, q).sum(-1)
 
 
@@ -39,13 +45,15 @@ def survival(alpha: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def expected_acceptance_length(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 + sum_j prod_{i<=j} alpha_i per branch: (..., W, V) -> (...), tokens per verification, bonus
-    included; exact for a p_k that does not depend on the drafted history (method: position-only)."""
+    """1 + sum_j prod_{i<=j} alpha_i per branch: (..., W, V) -> (...), tokens per verification,
+    bonus included; exact for a p_k that does not depend on the drafted history (method:
+    position-only)."""
     return 1 + survival(acceptance(p, q), mask).sum(-1)
 
 
 def e2e_tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
-    """E2E-TV (paper) over all branches: p, q (..., W, V), mask (..., W) of valid positions -> scalar."""
+    """E2E-TV (paper) over all branches: p, q (..., W, V), mask (..., W) of valid positions ->
+    scalar."""
     alpha = acceptance(p.detach(), q)
     return 1 - survival(alpha, mask).sum() / _ones(alpha, mask).sum().clamp(min=1)
 
@@ -63,8 +71,8 @@ def kl(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def ce(logits: Tensor, labels: Tensor, mask: Tensor | None = None, decay: float = 4.0) -> Tensor:
-    """-log q_k(label_k) weighted by exp(-(k-1)/decay), over the weights' sum (DFlash's offline loss).
-    logits (..., W, V), labels (..., W); decay (gamma_0): 4 for W = 7, 7 for W = 15."""
+    """-log q_k(label_k) weighted by exp(-(k-1)/decay), over the weights' sum (DFlash's offline
+    loss). logits (..., W, V), labels (..., W); decay (gamma_0): 4 for W = 7, 7 for W = 15."""
     nll = -logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     weights = position_weights(labels.shape[-1], decay, nll) * _ones(nll, mask)
     return (nll * weights).sum() / weights.sum().clamp(min=1e-12)
@@ -75,18 +83,20 @@ def position_weights(W: int, decay: float, like: Tensor) -> Tensor:
 
 
 def e2e_al(p: Tensor, q: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - (expected accepted drafts) / valid positions, for branches whose tokens were DRAWN from q.
+    """1 - (expected accepted drafts) / valid positions, for branches whose tokens were DRAWN from
+    q.
 
-    E[AL] - 1 = sum_j E_y[w_j alpha_j], w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient also has the
-    share that comes through the drawing of the history, alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i).
-    p, q (..., W, V), tokens (..., W), mask (..., W) -> scalar.
+    E[AL] - 1 = sum_j E_y[w_j alpha_j], w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient
+    also has the share that comes through the drawing of the history, alpha_j sum_{i<j} 1[q_i < p_i]
+    grad log q_i(y_i). p, q (..., W, V), tokens (..., W), mask (..., W) -> scalar.
     """
     valid = _ones(p[..., 0], mask)
     return 1 - _e2e_al_sum(p.detach(), q, tokens, valid).sum() / valid.sum().clamp(min=1)
 
 
 def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-    """The sum over positions (..., W) -> (...), its value sum_j w_j alpha_j, its gradient as above."""
+    """The sum over positions (..., W) -> (...), its value sum_j w_j alpha_j, its gradient as
+    above."""
     alpha = acceptance(p, q) * valid
     p_y, q_y = (t.gather(-1, tokens[..., None])[..., 0] for t in (p, q))
     ratio = (p_y / q_y.detach().clamp(min=1e-30)).clamp(max=1)
@@ -96,18 +106,21 @@ def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
     return (before * (alpha + alpha.detach() * (history - history.detach()))).sum(-1)
 
 
-# --------------------------------------------------------------------- the same, without the vocabulary
+# ----------------------------------------------------------------- the same, without the vocabulary
 
 
 def denominator(name: str, mask: Tensor, decay: float = 4.0) -> Tensor:
-    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or CE's weights.
-    Summed over processes before dividing, it makes many ranks give the gradient of one."""
+    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or CE's
+    weights. Summed over processes before dividing, it makes many ranks give the gradient of one."""
     valid = mask.float()
     return (valid * position_weights(mask.shape[-1], decay, valid) if name == "ce" else valid).sum()
 
 
-def _numerator(name, q_logits, p_logits, tokens, valid, temperature, decay) -> tuple[Tensor, Tensor | None]:
-    """(sum that the loss grows with, alpha or None) of some branches; logits broadcast to (..., W, V)."""
+def _numerator(
+    name, q_logits, p_logits, tokens, valid, temperature, decay
+) -> tuple[Tensor, Tensor | None]:
+    """(sum that the loss grows with, alpha or None) of some branches; logits broadcast to (..., W,
+    V)."""
     if name == "ce":
         logp = q_logits.float().log_softmax(-1)
         nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
@@ -144,12 +157,13 @@ def chunked(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss from hidden states and heads, vocabulary-sized work in chunks of anchors.
 
-    q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of "ce", the
-    drafts of "e2e_al"; mask (R, K, W) valid positions. q_head, p_head: hidden -> logits. `total`: the
-    denominator if it is not this batch's own (see `denominator`). `rows`: anchors per chunk, by default as
-    many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in the backward pass, so at
-    no time do those of two chunks exist. Returns the loss and figures: alpha (W,) the mean per position, and
-    survival (W,), both over valid positions; empty for "ce".
+    q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of
+    "ce", the drafts of "e2e_al"; mask (R, K, W) valid positions. q_head, p_head: hidden -> logits.
+    `total`: the denominator if it is not this batch's own (see `denominator`). `rows`: anchors per
+    chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are
+    recomputed in the backward pass, so at no time do those of two chunks exist. Returns the loss
+    and figures: alpha (W,) the mean per position, and survival (W,), both over valid positions;
+    empty for "ce".
     """
     if name not in LOSSES:
         raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
@@ -165,11 +179,16 @@ def chunked(
         if name != "ce":
             with torch.no_grad():
                 p_logits = p_head(p_part)
-        return _numerator(name, q_head(q_part), p_logits, tokens_part, valid_part, temperature, decay)
+        return _numerator(
+            name, q_head(q_part), p_logits, tokens_part, valid_part, temperature, decay
+        )
 
     value, alphas = q_hidden.new_zeros((), dtype=torch.float32), []
     for start in range(0, R, rows):
-        cut = [None if t is None else t[start : start + rows] for t in (q_hidden, p_hidden, tokens, valid)]
+        cut = [
+            None if t is None else t[start : start + rows]
+            for t in (q_hidden, p_hidden, tokens, valid)
+        ]
         piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
         value = value + piece
         alphas.append(alpha)
@@ -183,24 +202,90 @@ def chunked(
     return value, figures | {"survival": survival(alpha, valid).sum((0, 1)) / count}
 
 
+# ----------------------------------------------------------------------------------- what learns it
+
+
+def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
+    """Muon for the layers' matrices, AdamW for embeddings, heads and norms; AdamW alone with
+    matrix_lr 0."""
+    matrices, rest = [], []
+    for name, parameter in module.named_parameters():
+        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_matrix and matrix_lr else rest).append(parameter)
+    optimizers = (
+        [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else []
+    )
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, momentum=0.95))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return optimizers
+
+
+class KeepFloat32(TorchFunctionMode):
+    """Leaves tensors alone that ask for bfloat16. torch's Muon orthogonalises in it, which a CPU
+    without such units does several times slower than in float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[0].float() if function is Tensor.bfloat16 else function(*args, **(kwargs or {}))
+
+
+def update(optimizers: list) -> None:
+    """One step of each optimizer; gradients are gone afterwards."""
+    for optimizer in optimizers:
+        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+        with KeepFloat32() if on_cpu else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def set_rate(optimizers: list, step: int, steps: int, warmup: int, cooldown: float) -> None:
+    """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of the
+    steps."""
+    left = (steps - step) / max(1.0, cooldown * steps)
+    share = min((step + 1) / max(1, warmup), 1.0, 0.1 + 0.9 * left)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * share
+
+
 def main():
     W, V = 4, 8
     p = torch.full((W, V), 0.1 / (V - 1))
     p[:, 0] = 0.9  # the target wants token 0 everywhere
-    print(f"A block of {W}: the target puts 0.9 on one token. Two drafters agree but for one position.\n")
-    print(f"{'wrong at':>9} {'CE':>7} {'mean TV':>8} {'E2E-TV':>8} {'E[AL]':>7}   alpha_1..alpha_{W}")
+    print(
+        f"A block of {W}: the target puts 0.9 on one token. Two drafters, each wrong once.\n"
+    )
+    print(
+        f"{'wrong at':>9} {'CE':>7} {'mean TV':>8} {'E2E-TV':>8} {'E[AL]':>7}   alpha_1..alpha_{W}"
+    )
     for wrong in (0, W - 1):
         q = p.clone()
         q[wrong] = q[wrong].roll(1)
         labels = torch.zeros(W, dtype=torch.long)
-        values = [ce(q.log(), labels, decay=1e9), tv(p, q), e2e_tv(p, q), expected_acceptance_length(p, q)]
+        values = [
+            ce(q.log(), labels, decay=1e9),
+            tv(p, q),
+            e2e_tv(p, q),
+            expected_acceptance_length(p, q),
+        ]
         alphas = " ".join(f"{a:.2f}" for a in acceptance(p, q).tolist())
-        print(f"{wrong + 1:>9} {values[0]:7.3f} {values[1]:8.3f} {values[2]:8.3f} {values[3]:7.2f}   {alphas}")
-    print("\nCE and mean TV see the same error; E2E-TV sees that the first one costs the whole block.")
+        figures = "{:7.3f} {:8.3f} {:8.3f} {:7.2f}".format(*values)
+        print(f"{wrong + 1:>9} {figures}   {alphas}")
+    print(
+        "\nCE and mean TV see the same error; E2E-TV sees that the first one costs the whole block."
+    )
     logits = p.roll(1, -1).log().requires_grad_()
     q = logits.softmax(-1)
-    print("\nGradient norm at the logits of a drafter that is wrong everywhere (why training starts with CE):")
-    for name, loss in (("CE", ce(logits, labels, decay=1e9)), ("mean TV", tv(p, q)), ("E2E-TV", e2e_tv(p, q))):
+    print(
+        "\nGradient at the logits of a drafter wrong everywhere (why training starts with CE):"
+    )
+    for name, loss in (
+        ("CE", ce(logits, labels, decay=1e9)),
+        ("mean TV", tv(p, q)),
+        ("E2E-TV", e2e_tv(p, q)),
+    ):
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
         print(f"  {name:8s} {grad.norm():.4f}")
 

@@ -1,9 +1,10 @@
 """The layers of a decoder, from leaf to root: norm, rotary, attention, MLP, layer, decoder.
 
-One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View` (tree.py) that
-says who is whose past, and the state it left behind on the trunk; it returns its output and its new state.
-It knows nothing about training or serving. Names of fields and tensors are Hugging Face's, so a checkpoint's
-tensors load by name; shapes are (B, T, H, D) outside the attention call.
+One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View`
+(tree.py) that says who is whose past, and the state it left behind on the trunk; it returns its
+output and its new state. It knows nothing about training or serving. Names of fields and tensors
+are Hugging Face's, so a checkpoint's tensors load by name; shapes are (B, T, H, D) outside the
+attention call.
 
 Left out: dropout (nobody here trains a target in earnest), biases, and every family but Qwen3's.
 
@@ -17,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data import open_tensors
 from tree import View, causal_view
 
-# Config fields that change the arithmetic and are not implemented: {field: the values that leave it unchanged}.
+# Config fields that change the arithmetic and are not implemented: {field: the values that leave it
+# unchanged}.
 PLAIN_VALUES = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -61,9 +64,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, found: dict, source: str = "config.json") -> "ModelConfig":
-        """Read a public config.json; unknown keys are harmless, unimplemented arithmetic is an error."""
+        """Read a public config.json; unknown keys are harmless, unimplemented arithmetic is an
+        error."""
         if found.get("model_type") != "qwen3":
-            raise ValueError(f"{source}: model_type {found.get('model_type')!r}; implemented: 'qwen3'")
+            raise ValueError(
+                f"{source}: model_type {found.get('model_type')!r}; implemented: 'qwen3'"
+            )
         for name, plain in PLAIN_VALUES.items():
             if found.get(name) is not None and found[name] not in plain:
                 raise ValueError(f"{source}: {name} = {found[name]!r} is not implemented")
@@ -74,10 +80,16 @@ class ModelConfig:
         if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"{source}: rope {rope} is not implemented, only the default one")
         values = {f.name: found[f.name] for f in fields(cls) if f.name in found}
-        missing = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"} - set(values)
+        missing = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"} - set(
+            values
+        )
         if missing | ({"num_attention_heads"} - set(values)):
-            raise ValueError(f"{source}: lacks {', '.join(sorted(missing)) or 'num_attention_heads'}")
-        values["rope_theta"] = float(rope.get("rope_theta", found.get("rope_theta", cls.rope_theta)))
+            raise ValueError(
+                f"{source}: lacks {', '.join(sorted(missing)) or 'num_attention_heads'}"
+            )
+        values["rope_theta"] = float(
+            rope.get("rope_theta", found.get("rope_theta", cls.rope_theta))
+        )
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
         values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
         return cls(**values)
@@ -89,7 +101,7 @@ class ModelConfig:
         return found | {"rope_parameters": rope, "hidden_act": "silu", "attention_bias": False}
 
 
-# ---------------------------------------------------------------------------------------------- functions
+# ---------------------------------------------------------------------------------------- functions
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -109,8 +121,9 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...).
 
-    A cache with room to spare takes the new entries in place, behind every slot in use, where nothing
-    looks before a commit moves them; that saves a decoding round the copy of its whole past.
+    A cache with room to spare takes the new entries in place, behind every slot in use, where
+    nothing looks before a commit moves them; that saves a decoding round the copy of its whole
+    past.
     """
     if past is None:
         return new
@@ -121,7 +134,7 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     return past[:, :end]
 
 
-# ------------------------------------------------------------------------------------------------ modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 class RMSNorm(nn.Module):
@@ -136,7 +149,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on each head's q and k. State: keys and values (B,T,2,H_kv,D)."""
+    """Grouped-query attention with a norm on each head's q and k. State: keys and values
+    (B,T,2,H_kv,D)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -156,7 +170,8 @@ class Attention(nn.Module):
         return torch.stack([k, self.v_proj(x).view(split)], 2)
 
     def forward(self, x: Tensor, rope, view: View, past: Tensor | None = None):
-        """x (B,N,C), the trunk's keys and values or None -> out (B,N,C), keys and values of the N tokens."""
+        """x (B,N,C), the trunk's keys and values or None -> out (B,N,C), keys and values of the N
+        tokens."""
         B, N, _ = x.shape
         q = rotate(self.q_norm(self.q_proj(x).view(B, N, -1, self.head_dim)), rope)
         new = self.keys_values(x, rope)
@@ -211,7 +226,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
-        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's new state.
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's new
+        state.
 
         A tap is the output of decoder layer L (0-based), before any final norm.
         """
@@ -225,6 +241,37 @@ class Decoder(nn.Module):
                 taps[index] = x
         tapped = torch.cat([taps[i] for i in tap_ids], -1) if tap_ids else None
         return self.norm(x), tapped, states
+
+
+def load_weights(
+    module, path, device="cpu", dtype=None, prefix: str = "", tied: dict | None = None
+):
+    """Fill a module (built on meta or not) tensor by tensor. Loud: every tensor of the module must
+    be in the file with its shape, every tensor in the file must be used. `prefix` may stand before
+    names; `tied` {name: other name} are tensors that may be absent because they are the other
+    one."""
+    wanted = module.state_dict(keep_vars=True)
+    with open_tensors(path) as file:
+        names = {name.removeprefix(prefix): name for name in file.keys()}
+        absent = {name: names[other] for name, other in (tied or {}).items() if other in names}
+        names = absent | names
+        if missing := sorted(set(wanted) - set(names)):
+            raise ValueError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+        if extra := sorted(set(names) - set(wanted)):
+            raise ValueError(
+                f"{path}: tensor {extra[0]} has no place in this model ({len(extra)} in all)"
+            )
+        found = {}
+        for name, parameter in wanted.items():
+            shape = tuple(file.get_slice(names[name]).get_shape())
+            if shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"{path}: tensor {name} has shape {shape}, the config asks for "
+                    f"{tuple(parameter.shape)}"
+                )
+            tensor = file.get_tensor(names[name])
+            found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+    module.load_state_dict(found, assign=True)
 
 
 def init_weights(module: nn.Module, std: float = 0.02) -> None:
@@ -246,7 +293,9 @@ def main():
     _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
     view = View(torch.tensor([[3]]), torch.ones(1, 1, 1, 4, dtype=torch.bool))
     last, _, _ = decoder(tokens[:, 3:], view, past)
-    print("\nfinal hidden of token 3, run with its past in one pass, and alone on the cache of tokens 0..2:")
+    print(
+        "\nfinal hidden of token 3, run with its past, and alone on the cache of tokens 0..2:"
+    )
     print("  ", [round(v, 4) for v in whole[0, 3].tolist()])
     print("  ", [round(v, 4) for v in last[0, 0].tolist()])
     print(f"  largest difference {(whole[0, 3] - last[0, 0]).abs().max().item():.1e}")

@@ -1,14 +1,17 @@
 """The decoding loop: draft, verify, commit.
 
 1. The last committed token is the anchor. The drafter proposes y_1..y_W after it in one pass.
-2. The target scores the chain anchor, y_1..y_W in one pass: p_1..p_{W+1}. (The same tree as in training.)
-3. y_k is accepted with probability min(1, p_k(y_k) / q_k(y_k)); at the first rejection a token is drawn from
-   the residual (p - q)+, normalised; if all are accepted, a bonus token from p_{W+1}.
-4. The accepted path becomes trunk, the new token the next anchor. Text is distributed exactly as the target's.
+2. The target scores the chain anchor, y_1..y_W in one pass: p_1..p_{W+1}. (The same tree as in
+   training.)
+3. y_k is accepted with probability min(1, p_k(y_k) / q_k(y_k)); at the first rejection a token is
+   drawn from the residual (p - q)+, normalised; if all are accepted, a bonus token from p_{W+1}.
+4. The accepted path becomes trunk, the new token the next anchor. Text is distributed exactly as
+   the target's.
 
-At temperature 0, p and q are one-hot and this reads: accept while y_k is the target's argmax. Plain decoding
-is the same loop with W = 0. Acceptance length (AL) = tokens committed per verification, bonus included; the
-token that prefill commits is not counted, a round counts up to its stop token, max_new_tokens cuts the text only.
+At temperature 0, p and q are one-hot and this reads: accept while y_k is the target's argmax. Plain
+decoding is the same loop with W = 0. Acceptance length (AL) = tokens committed per verification,
+bonus included; the token that prefill commits is not counted, a round counts up to its stop token,
+max_new_tokens cuts the text only.
 
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
     pytest tests/test_serve.py
@@ -33,7 +36,8 @@ from tree import build_tree
 class Result:
     """What one prompt got."""
 
-    tokens: list[int] = field(default_factory=list)  # new tokens; a stop token that ended the text is the last
+    # new tokens; a stop token that ended the text is the last
+    tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)  # was this token an accepted draft?
     finish_reason: str = ""  # "stop" or "length"
     num_rounds: int = 0  # verifications by the target; prefill is none
@@ -50,12 +54,14 @@ def accept(p_y: Tensor, q_y: Tensor, uniforms: Tensor) -> Tensor:
     return uniforms * q_y < p_y
 
 
-def verify(logits: Tensor, drafts: Tensor, q, sampling: Sampling, uniforms) -> tuple[Tensor, Tensor]:
+def verify(
+    logits: Tensor, drafts: Tensor, q, sampling: Sampling, uniforms
+) -> tuple[Tensor, Tensor]:
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
-    logits (B,W+1,V) of the target, drafts (B,W), q (B,W,V) what they were drawn from, uniforms (B,W+1)
-    -> number accepted (B,), the next token (B,). At temperature 0, q and uniforms are not looked at:
-    a draft is right or wrong.
+    logits (B,W+1,V) of the target, drafts (B,W), q (B,W,V) what they were drawn from, uniforms
+    (B,W+1) -> number accepted (B,), the next token (B,). At temperature 0, q and uniforms are not
+    looked at: a draft is right or wrong.
     """
     B, W = drafts.shape
     rows = torch.arange(B, device=drafts.device)
@@ -69,7 +75,8 @@ def verify(logits: Tensor, drafts: Tensor, q, sampling: Sampling, uniforms) -> t
     p_y, q_y = (t[:, :W].gather(2, drafts[..., None])[..., 0] for t in (p, q))
     count = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
     p_next = p[rows, count]  # (B, V)
-    q_next = q[rows, count.clamp(max=W - 1)] * (count < W)[:, None]  # nothing to subtract from the bonus
+    # nothing to subtract from the bonus
+    q_next = q[rows, count.clamp(max=W - 1)] * (count < W)[:, None]
     residual = (p_next - q_next).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return count, draw(residual, uniforms[:, W:])[:, 0]
@@ -91,8 +98,9 @@ def generate(
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
 
-    draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax, whose q is
-    one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch it runs in.
+    draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
+    whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
+    it runs in.
     """
     sampling = Sampling(temperature, top_k, top_p)
     draft = sampling if draft_temperature is None else Sampling(draft_temperature, top_k, top_p)
@@ -106,27 +114,36 @@ def generate(
             raise ValueError(f"prompt {number} is empty: at least one token is needed")
         if len(prompt) + max_new_tokens > limit:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the "
-                f"target's maximum length {limit}"
+                f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
+                f"exceeds the target's maximum length {limit}"
             )
     results = [Result() for _ in prompts]
     bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=not progress, leave=False)
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
-        _generate_batch(target, drafter, prompts[part], results[part], start, max_new_tokens, sampling,
-                        draft, seed, set(stop_ids), bar)  # fmt: skip
+        _generate_batch(
+            target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
+            seed, set(stop_ids), bar,
+        )  # fmt: skip
     bar.close()
     return results
 
 
 @torch.inference_mode()
-def _generate_batch(target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar):
+def _generate_batch(
+    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar
+):
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
     noise = None
-    if sampling.temperature > 0:  # round r of a prompt takes noise[r]: W drafts, W acceptances, one token
-        generators = (torch.Generator().manual_seed(seed * 1_000_003 + start + i) for i in range(len(prompts)))
-        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators]).to(device)
+    # round r of a prompt takes noise[r]: W drafts, W acceptances, one token
+    if sampling.temperature > 0:
+        generators = (
+            torch.Generator().manual_seed(seed * 1_000_003 + start + i) for i in range(len(prompts))
+        )
+        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators]).to(
+            device
+        )
 
     # prefill, and the first token
     rows = [torch.tensor(p) for p in prompts]
@@ -139,7 +156,11 @@ def _generate_batch(target, drafter, prompts, results, start, max_new, sampling,
     first_noise = None if noise is None else noise[:, 0, -1:]
     _, anchor = verify(target.head(last)[:, None], empty, None, sampling, first_noise)
     trunk.hidden = trunk.taps = None
-    alive = [i for i, token in enumerate(anchor.tolist()) if _take(results[i], [token], [False], max_new, stop)]
+    alive = [
+        i
+        for i, token in enumerate(anchor.tolist())
+        if _take(results[i], [token], [False], max_new, stop)
+    ]
     bar.update(len(results) - len(alive))
     if len(alive) < len(results):
         keep = torch.tensor(alive, dtype=torch.long, device=device)
@@ -151,14 +172,21 @@ def _generate_batch(target, drafter, prompts, results, start, max_new, sampling,
         round_number += 1
         u = None if noise is None else noise[:, round_number]  # (B, 2W+1)
         # 1. draft
-        at_anchor = trunk.lengths[:, None]  # (B, 1): the anchor's position, not yet run by the target
+        # (B, 1): the anchor's position, not yet run by the target
+        at_anchor = trunk.lengths[:, None]
         trunk.tokens.scatter_(1, at_anchor, anchor[:, None])
         q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
         if drafter:
             memory.width = trunk.width
             draft_noise = anchor.new_zeros(len(alive), W).float() if u is None else u[:, :W]
             proposal = drafter.propose(
-                trunk, at_anchor, 1, draft, draft_noise[:, None, None], memory, keep_probs=u is not None
+                trunk,
+                at_anchor,
+                1,
+                draft,
+                draft_noise[:, None, None],
+                memory,
+                keep_probs=u is not None,
             )
             drafts, q = proposal.tokens, proposal.drawn_from
         # 2. score the chain, 3. judge it
@@ -167,12 +195,15 @@ def _generate_batch(target, drafter, prompts, results, start, max_new, sampling,
         scored = target.score(trunk, tree)
         logits = target.head(scored.hidden[:, 0, 0])  # (B, W+1, V)
         q = None if q is None else q[:, 0, 0]
-        count, anchor = verify(logits, drafts[:, 0, 0], q, sampling, None if u is None else u[:, W:])
+        count, anchor = verify(
+            logits, drafts[:, 0, 0], q, sampling, None if u is None else u[:, W:]
+        )
         # 4. commit
         trunk = target.commit(trunk, tree, scored, torch.where(chain <= count[:, None], chain, -1))
         if drafter:
             memory = drafter.extend(memory, scored.taps, at_anchor[:, 0])
-        report = torch.cat([count[:, None], drafts[:, 0, 0], anchor[:, None]], 1).tolist()  # the one sync
+        # the one sync
+        report = torch.cat([count[:, None], drafts[:, 0, 0], anchor[:, None]], 1).tolist()
         going = []
         for row, (accepted, *ids) in enumerate(report):
             result = results[alive[row]]
@@ -212,12 +243,13 @@ def _select(rows: Tensor, trunk, memory, anchor, noise):
     return *picked, anchor[rows], None if noise is None else noise[rows]
 
 
-# ------------------------------------------------------------------------------------------------ measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 @dataclass
 class Acceptance:
-    """AL of one drafter on a set of prompts, by real decoding; per prompt, so that two can be paired."""
+    """AL of one drafter on a set of prompts, by real decoding; per prompt, so that two can be
+    paired."""
 
     committed: Tensor  # (P,) tokens committed by each prompt's rounds
     rounds: Tensor  # (P,)
@@ -233,8 +265,11 @@ class Acceptance:
     def survival(self) -> list[float]:
         return (self.survived.sum(0) / self.rounds.sum()).tolist()
 
-    def interval(self, other: "Acceptance | None" = None, samples: int = 2000) -> tuple[float, float]:
-        """95 % bootstrap interval over prompts: of the AL, or of its paired difference to another's."""
+    def interval(
+        self, other: "Acceptance | None" = None, samples: int = 2000
+    ) -> tuple[float, float]:
+        """95 % bootstrap interval over prompts: of the AL, or of its paired difference to
+        another's."""
         P = len(self.rounds)
         generator = torch.Generator().manual_seed(0)
         picks = torch.randint(P, (samples, P), generator=generator)
@@ -246,9 +281,12 @@ class Acceptance:
         return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
 
 
-def evaluate(target, drafter, prompts, max_new_tokens, temperature, seed=0, stop_ids=(), batch_size=48,
-             progress="") -> Acceptance:  # fmt: skip
-    """Decode the prompts for real and count. Prompts that end with their first token add nothing."""
+def evaluate(
+    target, drafter, prompts, max_new_tokens, temperature, seed=0, stop_ids=(), batch_size=48,
+    progress="",
+) -> Acceptance:
+    """Decode the prompts for real and count. Prompts that end with their first token add
+    nothing."""
     begin = time.perf_counter()
     results = generate(target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
                        batch_size=batch_size, progress=progress)  # fmt: skip
@@ -273,18 +311,24 @@ class Measure:
 
     def __call__(self, target, drafter, temperature, share=1.0, progress=""):
         prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
-        return evaluate(target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
-                        progress=progress)  # fmt: skip
+        return evaluate(
+            target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
+            progress=progress,
+        )  # fmt: skip
 
 
 def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
-    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s each."""
+    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s
+    each."""
     tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
-    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:count]]):  # the first warms up
+    # the first warms up
+    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:count]]):
         texts = []
         for name, proposer in (("plain", None), ("speculative", drafter)):
             begin = time.perf_counter()
-            (result,) = generate(target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids)
+            (result,) = generate(
+                target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids
+            )
             if number:
                 seconds[name] += time.perf_counter() - begin
                 tokens[name] += len(result.tokens)
@@ -294,7 +338,7 @@ def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
     return speeds | {"same_text": same}
 
 
-# --------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 @dataclass(frozen=True)
@@ -306,17 +350,22 @@ class ServeConfig:
     max_new_tokens: int = data.flag(200, "tokens to generate per prompt")
     temperature: float = data.flag(0.0, "0 is greedy")
     top_k: int = data.flag(0, "sample among the k likeliest tokens only; 0 is off")
-    top_p: float = data.flag(1.0, "sample among the likeliest tokens that make up this share; 1 is off")
+    top_p: float = data.flag(
+        1.0, "sample among the likeliest tokens that make up this share; 1 is off"
+    )
     batch_size: int = data.flag(32, "prompts decoded at once")
     seed: int = data.flag(0, "of everything drawn")
-    compare: bool = data.flag(True, "decode plainly too, for the speed-up and as a check of the text")
+    compare: bool = data.flag(
+        True, "decode plainly too, for the speed-up and as a check of the text"
+    )
     color: str = data.flag("auto", "mark accepted drafts by colour, or by [brackets]",
                            choices=("auto", "always", "never"))  # fmt: skip
     device: str = data.flag("cpu", "cpu or cuda")
 
 
 def marked(result: Result, tokenizer, color: bool) -> str:
-    """The text with its accepted drafts in green (or [in brackets]); the target's own tokens plain."""
+    """The text with its accepted drafts in green (or [in brackets]); the target's own tokens
+    plain."""
     begin, end = ("\033[32m", "\033[0m") if color else ("[", "]")
     pieces, i = [], 0
     while i < len(result.tokens):
@@ -353,7 +402,8 @@ def main():
     prompts = [tokenizer.encode(text) for text in texts]
     how = dict(
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
-        stop_ids=tokenizer.stop_ids, top_k=config.top_k, top_p=config.top_p, batch_size=config.batch_size,
+        stop_ids=tokenizer.stop_ids, top_k=config.top_k, top_p=config.top_p,
+        batch_size=config.batch_size,
     )  # fmt: skip
     warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
     generate(target, drafter, prompts[:1], **warm)
@@ -364,7 +414,8 @@ def main():
     for text, result in zip(texts, results):
         print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
         al = f", AL {result.acceptance_length:.2f}" if result.num_rounds and drafter else ""
-        print(f"── {len(result.tokens)} tokens, {result.num_rounds} verifications{al}, {result.finish_reason}")
+        counts = f"{len(result.tokens)} tokens, {result.num_rounds} verifications{al}"
+        print(f"── {counts}, {result.finish_reason}")
     print("─" * 80)
     if not drafter:
         print(f"plain decoding: {speed:.1f} tokens/s")
@@ -372,7 +423,8 @@ def main():
     print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
     rounds = sum(r.num_rounds for r in results)
     al = sum(r.num_committed for r in results) / max(rounds, 1)
-    print(f"AL {al:.3f} over {rounds} verifications, temperature {config.temperature:g}: {speed:.1f} tokens/s")
+    how = f"temperature {config.temperature:g}"
+    print(f"AL {al:.3f} over {rounds} verifications, {how}: {speed:.1f} tokens/s")
     if not config.compare:
         return
     generate(target, None, prompts[:1], **warm)
@@ -384,7 +436,8 @@ def main():
             f"(first: {differ[0]}): no speed-up is reported (near-ties in low precision do this)"
         )
     note = "same text" if config.temperature == 0 else "another draw from the same distribution"
-    print(f"plain decoding {plain_speed:.1f} tokens/s ({note}): {speed / plain_speed:.2f} times as fast")
+    ratio = f"{speed / plain_speed:.2f} times as fast"
+    print(f"plain decoding {plain_speed:.1f} tokens/s ({note}): {ratio}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,31 @@
-"""The frozen judge: a target model that runs a trunk once and then scores whole trees of drafts on it.
+"""The frozen judge: a target model that runs a trunk once and then scores whole trees of drafts on
+it.
 
     trunk  = target.prefill(tokens, lengths)      keys and values, final hidden, taps of every token
     scored = target.score(trunk, tree)            one pass over all nodes; the trunk stays as it was
-    logits = target.head(scored.hidden)           p_1..p_{W+1} of every branch, only where they are wanted
+    logits = target.head(scored.hidden)           p_1..p_{W+1} of every branch, where wanted
     trunk  = target.commit(trunk, tree, scored, path)   serving: the accepted path becomes trunk
 
-Caches are indexed by position, and a slot is visible only up to a node's history: what a rejected token left
-behind it is never looked at and soon overwritten. So rows of one batch may accept different counts.
+Caches are indexed by position, and a slot is visible only up to a node's history: what a rejected
+token left behind it is never looked at and soon overwritten. So rows of one batch may accept
+different counts.
 
     python target.py            a trunk, a tree, and the proof that packed = alone
     pytest tests/test_target.py
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from data import References, load_weights, read_json, save_tensors, write_json
-from model import Decoder, ModelConfig, init_weights
+from data import References, read_json, save_tensors, write_json
+from loss import make_optimizers, set_rate, update
+from model import Decoder, ModelConfig, init_weights, load_weights
 from tree import ProposalTree, build_tree, causal_view
 
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
@@ -32,7 +38,8 @@ TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what d
 
 @dataclass
 class Trunk:
-    """What the target keeps of B committed texts. Slots beyond a row's length hold leftovers, never read."""
+    """What the target keeps of B committed texts. Slots beyond a row's length hold leftovers, never
+    read."""
 
     tokens: Tensor  # (B, S) ids; S >= width leaves room to commit
     lengths: Tensor  # (B,) tokens run by the target
@@ -44,7 +51,10 @@ class Trunk:
 
     def select(self, rows: Tensor) -> "Trunk":
         """The trunk of these rows only; serving drops the rows that have finished."""
-        pick = [None if t is None else t[rows] for t in (self.tokens, self.lengths, self.hidden, self.taps)]
+        pick = [
+            None if t is None else t[rows]
+            for t in (self.tokens, self.lengths, self.hidden, self.taps)
+        ]
         states = [state[rows] for state in self.states]
         return Trunk(pick[0], pick[1], states, self.tap_ids, self.width, *pick[2:])
 
@@ -53,7 +63,8 @@ class Trunk:
 class Scored:
     """One pass over a tree."""
 
-    hidden: Tensor  # (B, A, K, W+1, C) the hidden that gives p_1..p_{W+1}; meaningless where slots is -1
+    # (B, A, K, W+1, C) the hidden that gives p_1..p_{W+1}; meaningless where slots is -1
+    hidden: Tensor
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[Tensor]  # per layer, keys and values of the nodes (B, N, 2, H_kv, D)
 
@@ -70,13 +81,18 @@ def at(values: Tensor, index: Tensor) -> Tensor:
 
 
 def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots; the new ones are zero, since masked is not unread."""
+    """cache (B,S,...) with at least `width` slots; the new ones are zero, since masked is not
+    unread."""
     lack = width - cache.shape[1]
-    return cache if lack <= 0 else torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
+    return (
+        cache
+        if lack <= 0
+        else torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
+    )
 
 
 class Target(nn.Module):
-    """A decoder with its head. Frozen here; only `train.py`'s toy pretraining unfreezes it."""
+    """A decoder with its head. Frozen, once it is made or loaded."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -86,7 +102,8 @@ class Target(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.tap_ids = default_taps(config.num_hidden_layers)
-        self.num_tokens = config.vocab_size  # ids that stand for text; rows beyond are never proposed
+        # ids that stand for text; rows beyond are never proposed
+        self.num_tokens = config.vocab_size
 
     # -- running
 
@@ -100,7 +117,8 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor, room: int = 0) -> Trunk:
-        """Run a right-padded batch tokens (B,T), lengths (B,); `room` extra slots to commit into."""
+        """Run a right-padded batch tokens (B,T), lengths (B,); `room` extra slots to commit
+        into."""
         B, T = tokens.shape
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
@@ -113,7 +131,9 @@ class Target(nn.Module):
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
         """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
-        node_hidden, taps, states = self.model(tree.tokens, tree.view(), trunk.states, trunk.tap_ids)
+        node_hidden, taps, states = self.model(
+            tree.tokens, tree.view(), trunk.states, trunk.tap_ids
+        )
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         slots = tree.slots.view(B, -1)
@@ -130,10 +150,11 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def commit(self, trunk: Trunk, tree: ProposalTree, scored: Scored, path: Tensor) -> Trunk:
-        """The accepted nodes become trunk. path (B,P): node numbers in order, -1 from some column on.
+        """The accepted nodes become trunk. path (B,P): node numbers in order, -1 from some column
+        on.
 
-        Slots are written for all P columns; those of the -1 lie beyond the new length and are leftovers.
-        Writes touch no slot in use, so the old trunk stays valid.
+        Slots are written for all P columns; those of the -1 lie beyond the new length and are
+        leftovers. Writes touch no slot in use, so the old trunk stays valid.
         """
         counts = (path >= 0).sum(1)
         P = path.shape[1]
@@ -162,9 +183,12 @@ class Target(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
-        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None keeps the file's."""
+        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None keeps the
+        file's."""
         folder = Path(folder)
-        config = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
+        config = ModelConfig.from_dict(
+            read_json(folder / "config.json"), str(folder / "config.json")
+        )
         with torch.device("meta"):
             target = cls(config)
         load_weights(target, folder / "model.safetensors", device, dtype, tied=target.tied_names())
@@ -173,7 +197,10 @@ class Target(nn.Module):
         tokenizer = folder / "tokenizer.json"
         if tokenizer.is_file():
             file = read_json(tokenizer)
-            ids = [*file["model"]["vocab"].values(), *(t["id"] for t in file.get("added_tokens", ()))]
+            ids = [
+                *file["model"]["vocab"].values(),
+                *(t["id"] for t in file.get("added_tokens", ())),
+            ]
             target.num_tokens = min(max(ids) + 1, config.vocab_size)
         return target.requires_grad_(False)
 
@@ -193,7 +220,8 @@ class Target(nn.Module):
 
 
 class Trunks:
-    """Prefilled references by number. The target is frozen, so if they fit they are made once and kept."""
+    """Prefilled references by number. The target is frozen, so if they fit they are made once and
+    kept."""
 
     def __init__(self, target: Target, references: References, cache_gib: float):
         self.target, self.references, self.cache = target, references, None
@@ -207,7 +235,9 @@ class Trunks:
             names = ("tokens", "lengths", "hidden", "taps")
             whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
             states = [torch.cat(parts) for parts in zip(*(piece.states for piece in pieces))]
-            self.cache = replace(pieces[0], **whole, states=states, width=max(p.width for p in pieces))
+            self.cache = replace(
+                pieces[0], **whole, states=states, width=max(p.width for p in pieces)
+            )
 
     def _prefill(self, rows: Tensor) -> Trunk:
         device = self.target.lm_head.weight.device
@@ -216,7 +246,38 @@ class Trunks:
         )
 
     def __call__(self, rows: Tensor) -> Trunk:
-        return self.cache.select(rows.to(self.cache.tokens.device)) if self.cache else self._prefill(rows)
+        return (
+            self.cache.select(rows.to(self.cache.tokens.device))
+            if self.cache
+            else self._prefill(rows)
+        )
+
+
+def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, seed: int) -> float:
+    """Next-token training of a toy on rows (n,) of token ids; returns held-out bits per token."""
+    if min(len(rows), len(held)) <= length + 1:
+        raise ValueError(
+            f"the corpus is too short: more than {length + 1} tokens are needed in each part"
+        )
+    optimizers = make_optimizers(toy, matrix_lr=0.02, lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    device = toy.lm_head.weight.device
+
+    def loss_on(ids: Tensor, starts: Tensor) -> Tensor:
+        windows = ids[starts[:, None] + torch.arange(length + 1)].long().to(device)  # (n, length+1)
+        return F.cross_entropy(toy(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    bar = tqdm(range(steps), desc="target  ", unit="step")
+    for step in bar:
+        set_rate(optimizers, step, steps, warmup=20, cooldown=0.4)
+        value = loss_on(rows, torch.randint(len(rows) - length, (8,), generator=generator))
+        value.backward()
+        update(optimizers)
+        if step % 10 == 0:
+            bar.set_postfix({"bits per token": f"{value.item() / math.log(2):.3f}"})
+    with torch.no_grad():
+        starts = torch.linspace(0, len(held) - length - 1, 64).long()
+        return sum(loss_on(held, part).item() for part in starts.split(8)) / 8 / math.log(2)
 
 
 def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -237,7 +298,7 @@ def main():
     trunk = target.prefill(trunk_tokens, lengths)
     tree = build_tree(trunk_tokens, lengths, anchors, branches)
     p = target.branch_probs(trunk, tree)
-    print(f"trunk of {int(lengths)} tokens, 4 branches of 4: {tree.num_nodes} nodes scored in one pass")
+    print(f"trunk of 10 tokens, 4 branches of 4: {tree.num_nodes} nodes scored in one pass")
     for a, anchor in enumerate(anchors[0].tolist()):
         for k in range(2):
             alone = torch.cat([trunk_tokens[:, : anchor + 1], branches[:, a, k]], 1)
@@ -246,7 +307,7 @@ def main():
             ids = branches[0, a, k].tolist()
             print(f"  anchor {anchor}, branch {ids}: packed - alone, largest difference {gap:.1e}")
     separate = sum((a + 1 + 3) for a in anchors[0].tolist()) * 2
-    print(f"alone, the target runs {separate} tokens; packed, 10 trunk tokens and {tree.num_nodes} nodes")
+    print(f"alone, the target runs {separate} tokens; packed, 10 and {tree.num_nodes} nodes")
 
 
 if __name__ == "__main__":

@@ -2,24 +2,22 @@
 
     --mode ce       offline: cross-entropy on the reference that the target wrote
     --mode e2e      offline: E2E-TV along the reference's own history
-    --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the trunk,
-                    let the target score the tree in one pass, minimise E2E-TV on them
+    --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the
+                    trunk, let the target score the tree in one pass, minimise E2E-TV on them
 
-What differs is `step_loss`, on one screen. With no arguments the whole story runs on a laptop: train a toy
-target on the standard library's text, let it write references, train a drafter offline, then continue it in
-all three ways for the same number of steps from the same checkpoint, and measure the acceptance length (AL)
-by real decoding on held-out prompts. Every stage is kept in --out and not done twice; a run that was stopped
-goes on where it was.
+What differs is `step_loss`, on one screen. With no arguments the whole story runs on a laptop:
+train a toy target on the standard library's text, let it write references, train a drafter offline,
+then continue it in all three ways for the same number of steps from the same checkpoint, and
+measure the acceptance length (AL) by real decoding on held-out prompts. Every stage is kept in
+--out and not done twice; a run that was stopped goes on where it was.
 
     python train.py                       the story (about 10 minutes on 2 CPU cores)
     python train.py --preset smoke        the same in a minute, too short to learn much
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
 """
 
-import contextlib
 import dataclasses
 import json
-import math
 import sys
 import time
 import zlib
@@ -27,17 +25,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 import data
 import loss as losses
 from data import References, flag
 from drafter import Drafter, Sampling
+from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
-from target import Target, Trunk, Trunks
+from target import Target, Trunk, Trunks, train_toy
 from tree import build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
@@ -46,21 +43,28 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class TrainConfig:
-    mode: str = flag("story", "story: everything below in order; or one way to train", choices=("story", *MODES))
-    out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs, summary.json")
+    mode: str = flag(
+        "story", "story: everything below in order; or one way to train", choices=("story", *MODES)
+    )
+    out: str = flag(
+        "runs/toy", "folder of the run: target, references, drafters, logs, summary.json"
+    )
     seed: int = flag(0, "of everything drawn")
     device: str = flag("cpu", "cpu or cuda")
     target: str = flag("", "a target's folder; empty: train the toy")
     drafter: str = flag("", "the drafter to start from; empty: a fresh one")
     arch: str = flag("gqa", "the toy target's architecture", choices=("gqa",))
-    corpus: str = flag("", "text file or folder, or JSONL prompts; empty: the standard library's text")
+    corpus: str = flag(
+        "", "text file or folder, or JSONL prompts; empty: the standard library's text"
+    )
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     # the toy target
     target_steps: int = flag(750, "training steps of the toy target")
     target_layers: int = flag(6, "its decoder layers")
     target_length: int = flag(256, "tokens per training sequence")
     # references
-    num_references: int = flag(512, "responses the target writes, once")
+    references: str = flag("", "references made before; empty: the target writes them, once")
+    num_references: int = flag(512, "how many")
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)")
     response_length: int = flag(192, "tokens per response, at most")
     # the drafter
@@ -74,7 +78,9 @@ class TrainConfig:
     num_anchors: int = flag(16, "A, anchors per reference")
     num_branches: int = flag(2, "K, branches per anchor (specopd)")
     branch_temperature: float = flag(1.0, "temperature that draws the branches")
-    loss_temperature: float = flag(0.0, "temperature of p and q in the loss; 0: the branch temperature, or 1")
+    loss_temperature: float = flag(
+        0.0, "temperature of p and q in the loss; 0: the branch temperature, or 1"
+    )
     loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd")
     ce_decay: float = flag(4.0, "gamma_0 of CE's position weights; 4 for W = 7, 7 for W = 15")
@@ -84,7 +90,9 @@ class TrainConfig:
     warmup: int = flag(20, "steps of linear warm-up")
     cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth")
     clip: float = flag(1.0, "largest gradient norm")
-    cache_gib: float = flag(2.0, "keep the references' trunks in memory if they need no more than this")
+    cache_gib: float = flag(
+        2.0, "keep the references' trunks in memory if they need no more than this"
+    )
     # measuring and keeping
     eval_every: int = flag(125, "steps between two measurements of AL")
     eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training")
@@ -93,13 +101,20 @@ class TrainConfig:
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not")
 
     def __post_init__(self):
-        for name in ("steps", "warm_steps", "batch_size", "num_anchors", "num_branches", "num_references",
-                     "prompt_length", "eval_every", "eval_prompts", "eval_tokens", "save_every"):  # fmt: skip
+        whole = ("steps", "warm_steps", "batch_size", "num_anchors", "num_branches")
+        whole += ("prompt_length", "num_references")
+        whole += ("eval_every", "eval_prompts", "eval_tokens", "save_every")
+        for name in whole:
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}, at least 1 is needed")
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
         if self.response_length < 2:
-            raise ValueError("--response-length must be at least 2: an anchor and a token after it")
+            raise ValueError("--response-length: at least 2, an anchor and a token after it")
+        if self.stop_after and self.mode == "story":
+            raise ValueError("--stop-after goes with one --mode, not with the story")
 
+
+# flags that do not change what a run learns, so that they may differ when it is resumed
+FREE = ("out", "device", "save_every", "stop_after", "cache_gib", "eval_prompts", "eval_tokens")
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
@@ -107,7 +122,7 @@ SMOKE = dict(
     eval_prompts=8, eval_tokens=24, draft_layers=1,
 )  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------ one step
+# ----------------------------------------------------------------------------------------- one step
 
 
 def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
@@ -119,7 +134,7 @@ def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
 
 
 def step_loss(
-    config: TrainConfig, mode: str, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor, stop_ids
+    config: TrainConfig, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor, stop_ids
 ) -> tuple[Tensor, dict]:
     """The loss of one batch of references, and figures. anchors (B,A), uniforms (B,A,K,W)."""
     target, (B, A) = drafter.target, anchors.shape
@@ -131,12 +146,14 @@ def step_loss(
     ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1)
     reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
     inside = inside & until_stop(reference, stop_ids)
-    if mode == "specopd":
+    if config.mode == "specopd":
         sampling = Sampling(config.branch_temperature)
         proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, uniforms)
         hidden, tokens = proposal.hidden, proposal.tokens
         valid = until_stop(tokens, stop_ids) & present  # (B, A, K, W)
-        tree = build_tree(trunk.tokens, trunk.lengths, anchors, torch.where(valid, tokens, -1), config.merge)
+        tree = build_tree(
+            trunk.tokens, trunk.lengths, anchors, torch.where(valid, tokens, -1), config.merge
+        )
         p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
     else:
@@ -156,96 +173,47 @@ def step_loss(
             tokens=token_rows, temperature=temperature, decay=config.ce_decay,
         )  # fmt: skip
 
-    value, figures = loss_of("ce" if mode == "ce" else config.loss, tokens, valid, p_hidden)
-    if mode != "ce" and config.ce_weight:
+    value, figures = loss_of("ce" if config.mode == "ce" else config.loss, tokens, valid, p_hidden)
+    if config.mode != "ce" and config.ce_weight:
         value = value + config.ce_weight * loss_of("ce", reference, inside, p_hidden[:, :, :1])[0]
     return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
 
 
-# ------------------------------------------------------------------------------------------------ the loop
-
-
-def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
-    """Muon for the layers' matrices, AdamW for embeddings, heads and norms; AdamW alone with matrix_lr 0."""
-    matrices, rest = [], []
-    for name, parameter in module.named_parameters():
-        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
-        (matrices if is_matrix and matrix_lr else rest).append(parameter)
-    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else []
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, momentum=0.95))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["full_lr"] = group["lr"]
-    return optimizers
-
-
-class KeepFloat32(TorchFunctionMode):
-    """Leaves tensors alone that ask for bfloat16. torch's Muon orthogonalises in it, which a CPU without
-    such units does several times slower than in float32."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return args[0].float() if function is Tensor.bfloat16 else function(*args, **(kwargs or {}))
-
-
-def update(optimizers: list) -> None:
-    """One step of each optimizer; gradients are gone afterwards."""
-    for optimizer in optimizers:
-        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
-        with KeepFloat32() if on_cpu else contextlib.nullcontext():
-            optimizer.step()
-        optimizer.zero_grad()
-
-
-def set_rate(optimizers: list, step: int, steps: int, warmup: int, cooldown: float) -> None:
-    """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of the steps."""
-    left = (steps - step) / max(1.0, cooldown * steps)
-    share = min((step + 1) / max(1, warmup), 1.0, 0.1 + 0.9 * left)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * share
+# ----------------------------------------------------------------------------------------- the loop
 
 
 def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
     """Which references a step sees: epochs in a fresh order each, from (seed, step) alone."""
     places = torch.arange(step * batch_size, (step + 1) * batch_size)
-    orders = {
-        epoch: torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        for epoch in (places // count).unique().tolist()
-    }
+    orders = {}
+    for epoch in (places // count).unique().tolist():
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        orders[epoch] = torch.randperm(count, generator=generator)
     return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
 
 
-def train(config: TrainConfig, mode: str, drafter: Drafter, references: References, trunks: Trunks,
-          measure: Measure, out: Path, steps: int) -> dict:  # fmt: skip
-    """Train the drafter for `steps` in place; keep checkpoint, log and the drafter's folder in `out`."""
-    target, device = drafter.target, drafter.fc.weight.device
+def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
+    """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
+    target, device, references = drafter.target, drafter.fc.weight.device, trunks.references
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-    A, W = config.num_anchors, drafter.config.num_draft_tokens
-    same = {"mode": mode, "steps": steps} | {
-        f.name: getattr(config, f.name) for f in dataclasses.fields(config)
-        if f.name not in ("mode", "steps", "out", "stop_after", "save_every", "device", "cache_gib")
-    }  # fmt: skip
+    shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
+    same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():
         try:
             saved = torch.load(checkpoint, weights_only=True, map_location=device)
         except Exception as error:  # torch raises many kinds for a damaged file
-            raise ValueError(f"{checkpoint} is damaged ({type(error).__name__}): remove it") from None
-        for key, value in same.items():
-            if saved["same"].get(key) != value:
-                raise ValueError(
-                    f"{checkpoint} was made with {key} = {saved['same'].get(key)!r}, this run has {value!r}: "
-                    "choose another --out"
-                )
+            damage = type(error).__name__
+            raise ValueError(f"{checkpoint} is damaged ({damage}): remove it") from None
+        data.check_same(saved["same"], same, checkpoint)
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
     out.mkdir(parents=True, exist_ok=True)
     kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
-    with data.atomic(out / "log.jsonl") as temporary:  # one line a step: what the checkpoint has seen
+    with data.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
         temporary.write_text("".join(kept))
 
     def save(step: int) -> None:
@@ -253,20 +221,19 @@ def train(config: TrainConfig, mode: str, drafter: Drafter, references: Referenc
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
             torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
 
-    end = min(steps, config.stop_after or steps)
-    bar = tqdm(range(start, end), initial=start, total=steps, desc=f"{mode:8s}", unit="step")
-    als = {}
+    end, als = min(config.steps, config.stop_after or config.steps), {}
+    bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}")
     with open(out / "log.jsonl", "a", encoding="utf-8") as log:
         for step in bar:
             begin = time.perf_counter()
-            set_rate(optimizers, step, steps, config.warmup, config.cooldown)
+            set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
-            shape = (A, config.num_branches, W)
-            anchors, uniforms = draw_anchors(
-                config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape
+            spans = references.prompt_lengths[rows], references.lengths[rows]
+            drawn = draw_anchors(config.seed, step, rows, *spans, shape)
+            anchors, uniforms = (t.to(device) for t in drawn)
+            value, figures = step_loss(
+                config, drafter, trunks(rows), anchors, uniforms, measure.stop_ids
             )
-            value, figures = step_loss(config, mode, drafter, trunks(rows), anchors.to(device),
-                                       uniforms.to(device), measure.stop_ids)  # fmt: skip
             value.backward()
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
             update(optimizers)
@@ -275,7 +242,7 @@ def train(config: TrainConfig, mode: str, drafter: Drafter, references: Referenc
             totals["seconds"] += time.perf_counter() - begin
             for key in ("supervised", "nodes", "unmerged"):
                 totals[key] += record[key]
-            if (step + 1) % config.eval_every == 0 or step + 1 == steps:
+            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
                 record |= als
             log.write(json.dumps(record) + "\n")
@@ -285,71 +252,55 @@ def train(config: TrainConfig, mode: str, drafter: Drafter, references: Referenc
             bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
             if (step + 1) % config.save_every == 0 or step + 1 == end:
                 save(step + 1)
-    if end == steps:
+    if end == config.steps:
         drafter.save_pretrained(out)
-        data.write_json(out / "summary.json", totals | {"mode": mode, "steps": steps, "config": same})
+        data.write_json(out / "summary.json", totals | {"config": same})
     return totals
 
 
-# ------------------------------------------------------------------------------------------------ the story
+# ---------------------------------------------------------------------------------------- the story
 
 
-def train_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
+def make_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
     data.write_byte_tokenizer(folder)
     tokenizer = data.load_tokenizer(folder)
-    rows, held = (data.pack(texts, tokenizer) for texts in (corpus.train, corpus.held_out))
-    L = config.target_length
-    if min(len(rows), len(held)) <= L + 1:
-        raise ValueError(f"the corpus is too short: it needs more than {L + 1} tokens in each part")
-    target = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers).to(config.device)
-    optimizers = make_optimizers(target, 0.02, 3e-3)
-    generator = torch.Generator().manual_seed(config.seed)
-
-    def loss_on(ids: Tensor, starts: Tensor) -> Tensor:
-        windows = ids[starts[:, None] + torch.arange(L + 1)].long().to(config.device)  # (n, L+1)
-        return F.cross_entropy(target(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-    bar = tqdm(range(config.target_steps), desc="target  ", unit="step")
-    for step in bar:
-        set_rate(optimizers, step, config.target_steps, config.warmup, 0.4)
-        value = loss_on(rows, torch.randint(len(rows) - L, (8,), generator=generator))
-        value.backward()
-        update(optimizers)
-        if step % 10 == 0:
-            bar.set_postfix({"bits per byte": f"{value.item() / math.log(2):.3f}"})
-    with torch.no_grad():
-        starts = torch.linspace(0, len(held) - L - 1, 64).long()
-        bits = sum(loss_on(held, part).item() for part in starts.split(8)) / 8 / math.log(2)
-    target.save_pretrained(folder, eos_token_id=256, pad_token_id=257)
+    texts = (data.pack(part, tokenizer) for part in (corpus.train, corpus.held_out))
+    toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers)
+    toy.to(config.device)
+    bits = train_toy(toy, *texts, config.target_steps, config.target_length, config.seed)
+    toy.save_pretrained(folder, eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)
     return {"held_out_bits_per_byte": bits}
 
 
 def write_references(config: TrainConfig, target, tokenizer, corpus, path: Path) -> References:
     """Prompts from the corpus, responses regenerated by the target at temperature 1; made once."""
-    made_with = {"num_references": config.num_references, "prompt_length": config.prompt_length,
-                 "response_length": config.response_length, "seed": config.seed, "corpus": config.corpus,
-                 "target": zlib.crc32(target.lm_head.weight.detach().float().cpu().numpy().tobytes())}  # fmt: skip
+    keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
+    made_with = {key: getattr(config, key) for key in keys}
+    made_with["target"] = zlib.crc32(target.lm_head.weight.detach().float().cpu().numpy().tobytes())
+    if config.references:
+        return References.load(config.references, {"target": made_with["target"]})
     if path.is_file():
         return References.load(path, made_with)
-    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references, config.prompt_length,
-                                config.seed, corpus.are_prompts)  # fmt: skip
-    results = generate(target, None, prompts, config.response_length, 1.0, config.seed, tokenizer.stop_ids,
-                       batch_size=128, progress="references")  # fmt: skip
+    prompts = data.draw_prompts(
+        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed,
+        corpus.are_prompts,
+    )  # fmt: skip
+    results = generate(
+        target, None, prompts, config.response_length, 1.0, config.seed, tokenizer.stop_ids,
+        batch_size=128, progress="references",
+    )  # fmt: skip
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
     references.save(path, made_with)
     return references
 
 
 def stage(folder: Path, wanted: dict, make) -> dict:
-    """Do a stage once: its folder is done when stage.json is there, and must have been made alike."""
+    """Do a stage once: it is done when its stage.json is there, and must have been made alike."""
     done = folder / "stage.json"
     if done.is_file():
         found = data.read_json(done)
-        for key, value in wanted.items():
-            if found["made_with"].get(key) != value:
-                raise ValueError(f"{folder} was made with {key} = {found['made_with'].get(key)!r}, this run has "
-                                 f"{value!r}: choose another --out or remove it")  # fmt: skip
+        data.check_same(found["made_with"], wanted, folder)
         print(f"{folder} is there, kept")
         return found["result"]
     result = make()
@@ -364,15 +315,17 @@ def prepare(config: TrainConfig, out: Path):
     if not config.target:
         keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
         wanted = {key: getattr(config, key) for key in keys}
-        result = stage(folder, wanted, lambda: train_target(config, corpus, folder))
+        result = stage(folder, wanted, lambda: make_target(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
     target = Target.from_pretrained(folder, config.device)
     tokenizer = data.load_tokenizer(folder)
-    held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length,
-                             config.seed + 1, corpus.are_prompts)  # fmt: skip
+    held = data.draw_prompts(
+        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1,
+        corpus.are_prompts,
+    )  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
-    return target, tokenizer, references, measure
+    return target, tokenizer, measure, references
 
 
 def start_drafter(config: TrainConfig, target: Target, tokenizer) -> Drafter:
@@ -390,54 +343,57 @@ def start_drafter(config: TrainConfig, target: Target, tokenizer) -> Drafter:
 def story(config: TrainConfig, out: Path) -> None:
     """Target, references, a drafter trained offline, three ways on from it, and the table."""
     begin = time.perf_counter()
-    target, tokenizer, references, measure = prepare(config, out)
+    target, tokenizer, measure, references = prepare(config, out)
     fresh = start_drafter(config, target, tokenizer)
     trunks = Trunks(target, references, config.cache_gib)
     totals, drafters = {}, {"fresh": fresh}
-    runs = [("start", "ce", config.drafter, config.warm_steps)]
-    runs += [(mode, mode, str(out / "start"), config.steps) for mode in MODES]
-    for name, mode, origin, steps in runs:
-        folder, one = out / name, replace(config, drafter=origin)
-        wanted = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "device", "mode")}
+    runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
+    for mode in MODES:
+        runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
+    for name, run in runs.items():
+        wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
 
-        def make(one=one, mode=mode, folder=folder, steps=steps):
-            drafter = start_drafter(one, target, tokenizer)
-            return train(one, mode, drafter, references, trunks, measure, folder, steps)
+        def make(run=run, folder=out / name):
+            return train(run, start_drafter(run, target, tokenizer), trunks, measure, folder)
 
-        totals[name] = stage(folder, wanted, make)
-        drafters[name] = Drafter.from_pretrained(folder, target, torch.float32)
-    rows = {}
-    for name, drafter in drafters.items():
-        rows[name] = {t: measure(target, drafter, t, progress=f"AL of {name}") for t in TEMPERATURES}
+        totals[name] = stage(out / name, wanted, make)
+        drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
+    rows = {
+        name: {t: measure(target, d, t, progress=f"AL of {name}") for t in TEMPERATURES}
+        for name, d in drafters.items()
+    }
     speeds = decoding_speed(target, drafters["specopd"], measure)
     report(config, out, rows, totals, speeds, time.perf_counter() - begin)
 
 
-TITLES = {"fresh": "fresh drafter", "start": "offline CE (the start)", "ce": "  + CE", "e2e": "  + offline E2E-TV",
-          "specopd": "  + SpecOPD"}  # fmt: skip
+TITLES = {
+    "fresh": "fresh drafter", "start": "offline CE (the start)", "ce": "  + CE",
+    "e2e": "  + offline E2E-TV", "specopd": "  + SpecOPD",
+}  # fmt: skip
 
 
 def gain(one: Acceptance, other: Acceptance) -> dict:
     return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
 
 
-def report(config: TrainConfig, out: Path, rows: dict, totals: dict, speeds: dict, seconds: float) -> None:
+def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: float) -> None:
     """The same figures in summary.json and, as a table, on the terminal."""
     entries = {name: dict(totals.get(name, {})) for name in rows}
     for name, entry in entries.items():
         for t in TEMPERATURES:
             here = rows[name][t]
             entry |= {f"al_t{t:g}": here.mean, f"survival_t{t:g}": here.survival}
-            if name in MODES:
-                entry |= {f"over_{base}_t{t:g}": gain(here, rows[base][t]) for base in ("start", "ce")}
-    data.write_json(out / "summary.json", {"config": dataclasses.asdict(config), "rows": entries,
-                                           "decoding": speeds, "seconds": seconds})  # fmt: skip
+            for base in ("start", "ce") if name in MODES else ():
+                entry[f"over_{base}_t{t:g}"] = gain(here, rows[base][t])
+    summary = {"config": dataclasses.asdict(config), "rows": entries}
+    data.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
 
     def shown(gain: dict) -> str:
         return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
 
-    print(f"\nAcceptance length, {config.eval_prompts} held-out prompts x {config.eval_tokens} tokens, seed "
-          f"{config.seed}\n[gain over the start, 95 % interval of the paired difference]")  # fmt: skip
+    size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
+    print(f"\nAcceptance length, {size}, seed {config.seed}")
+    print("[gain over the start, 95 % interval of the paired difference]")
     print(f"{'':24s}{'T = 0':>7s}{'':26s}{'T = 1':>7s}{'':26s}{'supervised tokens/s':>20s}")
     for name, entry in entries.items():
         line = f"{TITLES[name]:24s}"
@@ -450,20 +406,22 @@ def report(config: TrainConfig, out: Path, rows: dict, totals: dict, speeds: dic
         for name, entry in entries.items():
             print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in entry[f"survival_t{t:g}"]))
     own = entries["specopd"]
-    print("\nSpecOPD over continued CE: "
-          + ", ".join(f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES))  # fmt: skip
-    if own["unmerged"]:
-        print(f"merging saved {100 * (1 - own['nodes'] / own['unmerged']):.1f} % of the trees' nodes")
-    line = f"greedy decoding, batch 1: plain {speeds['plain']:.0f} tokens/s, speculative {speeds['speculative']:.0f}"
+    over = [f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
+    print("\nSpecOPD over continued CE: " + ", ".join(over))
+    saved = 1 - own["nodes"] / max(own["unmerged"], 1)
+    print(f"merging saved {100 * saved:.1f} % of the trees' nodes")
+    plain, fast = speeds["plain"], speeds["speculative"]
+    line = f"greedy decoding, batch 1: plain {plain:.0f} tokens/s, speculative {fast:.0f}"
     if speeds["same_text"]:
-        print(f"{line}, the same text, {speeds['speculative'] / speeds['plain']:.2f} times as fast")
+        print(f"{line}, the same text, {fast / plain:.2f} times as fast")
     else:
         print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
     print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
-    target = config.target or f"{out}/target"
-    print(f'  python serve.py --target {target} --drafter {out}/specopd --prompt "def main(" "import os"')
-    print(f"  python train.py --mode specopd --target {target} --drafter {out}/start --out runs/mine")
-    print(f"  python bench.py decode --target {target} --drafter {out}/specopd")
+    pair = f"--target {config.target or f'{out}/target'} --drafter {out}"
+    print(f'  python serve.py {pair}/specopd --prompt "def main(" "import os"')
+    given = f"--references {out}/references.safetensors"
+    print(f"  python train.py --mode specopd {pair}/start {given} --out runs/mine")
+    print(f"  python bench.py decode {pair}/specopd")
 
 
 def main():
@@ -471,13 +429,11 @@ def main():
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":
-        story(config, out)
-    else:
-        target, tokenizer, references, measure = prepare(config, out)
-        drafter = start_drafter(config, target, tokenizer)
-        trunks = Trunks(target, references, config.cache_gib)
-        done = train(config, config.mode, drafter, references, trunks, measure, out / config.mode, config.steps)
-        print(json.dumps(done))
+        return story(config, out)
+    target, tokenizer, measure, references = prepare(config, out)
+    drafter = start_drafter(config, target, tokenizer)
+    trunks = Trunks(target, references, config.cache_gib)
+    print(json.dumps(train(config, drafter, trunks, measure, out / config.mode)))
 
 
 if __name__ == "__main__":

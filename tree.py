@@ -1,19 +1,20 @@
 """The proposal tree: who is whose past.
 
-Many branches y_1..y_W, each proposed at an anchor a of a shared trunk x_0..x_{T-1}, are scored in one
-pass of the target. Everything a layer needs in order to give every branch exactly the numbers it would
-get alone, with its whole prefix x_{<=a}, y_1..y_k, is stated here as tables (method: a node sees the trunk
-up to where its history leaves it, and its own ancestors, itself included):
+Many branches y_1..y_W, each proposed at an anchor a of a shared trunk x_0..x_{T-1}, are scored in
+one pass of the target. Everything a layer needs in order to give every branch exactly the numbers
+it would get alone, with its whole prefix x_{<=a}, y_1..y_k, is stated here as tables (method: a
+node sees the trunk up to where its history leaves it, and its own ancestors, itself included):
 
     packed index   trunk position t -> t, node n -> T + n, nothing -> -1
     parents        (B, N)    packed index of the token before the node IN ITS HISTORY
     positions      (B, N)    depth in the sequence, not index in the packed tensor
     slots          (B,A,K,W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
 
-p_1 comes from the trunk's own hidden state at a, and y_W needs no node. With `merge` the branches form one
-trie over trunk and anchors (beyond the paper, same p): a branch lies on the trunk while it repeats it, equal
-histories share nodes, and a node exists only where some branch needs its p. A prefill is the tree in which
-each token's parent is the token before it; a chain is the tree with one branch.
+p_1 comes from the trunk's own hidden state at a, and y_W needs no node. With `merge` the branches
+form one trie over trunk and anchors (beyond the paper, same p): a branch lies on the trunk while it
+repeats it, equal histories share nodes, and a node exists only where some branch needs its p. A
+prefill is the tree in which each token's parent is the token before it; a chain is the tree with
+one branch.
 
     python tree.py              ten trunk tokens, three branches, their nodes, parents and mask
     pytest tests/test_tree.py   the packed = alone tests
@@ -27,7 +28,8 @@ from torch import Tensor
 
 @dataclass
 class View:
-    """What a layer may know about the past of the N tokens it is given; nothing else is passed to it."""
+    """What a layer may know about the past of the N tokens it is given; nothing else is passed to
+    it."""
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
     mask: Tensor | None  # (B, 1, N, T+N) bool, True = visible; None = plain causal over N, no trunk
@@ -44,7 +46,8 @@ def causal_view(B: int, T: int, device=None) -> View:
 
 @dataclass
 class ProposalTree:
-    """N nodes hanging on T trunk slots (B rows; rows with fewer nodes end in padding, `valid` False)."""
+    """N nodes hanging on T trunk slots (B rows; rows with fewer nodes end in padding, `valid`
+    False)."""
 
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N) packed index, -1 for none
@@ -61,7 +64,8 @@ class ProposalTree:
         return int(self.valid.sum())
 
     def ancestors(self, depth: int) -> Tensor:
-        """(B, N, depth) packed indices: the node itself, its parent, ...; -1 before the first token."""
+        """(B, N, depth) packed indices: the node itself, its parent, ...; -1 before the first
+        token."""
         B, N = self.parents.shape
         T = self.num_trunk_slots
         current = torch.arange(T, T + N, device=self.parents.device).expand(B, N)
@@ -79,7 +83,8 @@ class ProposalTree:
         slots = torch.arange(T, device=self.parents.device)
         on_trunk = slots <= self.trunk_ends[..., None]  # (B, N, T)
         table = self.ancestors(self.max_depth) - T
-        table = torch.where(table >= 0, table, N)  # trunk and nothing go to a column that is cut off
+        # trunk and nothing go to a column that is cut off
+        table = torch.where(table >= 0, table, N)
         among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, table, True)[..., :N]
         return View(self.positions, torch.cat([on_trunk, among_nodes], -1)[:, None])
 
@@ -94,35 +99,41 @@ def build_tree(
 ) -> ProposalTree:
     """Hang branches on the trunk (paper: branch-parallel sampling; merging is ours).
 
-    tokens (B,T) · lengths (B,) trunk tokens already run, T >= every anchor + 1 · anchors (B,A) positions,
-    -1 = absent · branches (B,A,K,W), -1 from some slot on = no further valid token.
-    include_anchor=True is serving's chain: the anchor is committed but not yet run, so it becomes a node,
-    and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
+    tokens (B,T) · lengths (B,) trunk tokens already run, T >= every anchor + 1 · anchors (B,A)
+    positions, -1 = absent · branches (B,A,K,W), -1 from some slot on = no further valid token.
+    include_anchor=True is serving's chain: the anchor is committed but not yet run, so it becomes a
+    node, and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
     """
     B, A, K, W = branches.shape
     T = tokens.shape[1]
     if tokens.dim() != 2 or anchors.shape != (B, A) or lengths.shape != (B,):
         raise ValueError(
-            f"tokens {tuple(tokens.shape)}, lengths {tuple(lengths.shape)}, anchors {tuple(anchors.shape)}"
-            f" and branches {tuple(branches.shape)} do not fit (B,T), (B,), (B,A), (B,A,K,W)"
+            f"tokens {tuple(tokens.shape)}, lengths {tuple(lengths.shape)}, "
+            f"anchors {tuple(anchors.shape)} and branches {tuple(branches.shape)} do not fit "
+            "(B,T), (B,), (B,A), (B,A,K,W)"
         )
     present = (anchors >= 0)[:, :, None].expand(B, A, K).reshape(B, A * K)
-    ends = anchors[:, :, None].expand(B, A, K).reshape(B, A * K)  # the trunk's last word before the chain
+    # the trunk's last word before the chain
+    ends = anchors[:, :, None].expand(B, A, K).reshape(B, A * K)
     rows = branches.reshape(B, A * K, W)
     if include_anchor:
         first = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
         chains, ends = torch.cat([first[..., None], rows], -1), ends - 1
     else:
         chains = rows[..., : W - 1]
-    usable = present[..., None] & (chains >= 0).cummin(-1).values if chains.shape[-1] else chains >= 0
-    if not include_anchor:  # y_k needs a node only if p_{k+1} is wanted, that is if y_{k+1} is valid
+    usable = (
+        present[..., None] & (chains >= 0).cummin(-1).values if chains.shape[-1] else chains >= 0
+    )
+    # y_k needs a node only if p_{k+1} is wanted, that is if y_{k+1} is valid
+    if not include_anchor:
         usable = usable & (rows[..., 1:] >= 0)
     if merge:
         places, fields = _merged_nodes(tokens, lengths, chains, ends, usable)
     else:
         places, fields = _private_nodes(chains, ends, usable, T)
     places = torch.where(usable, places, -1)
-    if not fields["tokens"].shape[1]:  # ordinary shapes even for a tree without nodes: one padding node
+    # ordinary shapes even for a tree without nodes: one padding node
+    if not fields["tokens"].shape[1]:
         fill = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         fields = {name: fields[name].new_full((B, 1), fill[name]) for name in fill}
     if not include_anchor:  # p_1 from the trunk; no p_{W+1}
@@ -137,7 +148,8 @@ def build_tree(
 
 
 def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tuple[Tensor, dict]:
-    """One node per chain token: (B,R,E) places and the node table, R*E nodes a row, no host sync."""
+    """One node per chain token: (B,R,E) places and the node table, R*E nodes a row, no host
+    sync."""
     B, R, E = chains.shape
     depth = torch.arange(E, device=chains.device)
     places = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
@@ -153,13 +165,15 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
 
 
 def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
-    """The trie, by sorting: rows with a common beginning are neighbours once sorted, so a node is new
-    exactly where a sorted row first differs from the row before it. One sort per column, no Python trie."""
+    """The trie, by sorting: rows with a common beginning are neighbours once sorted, so a node is
+    new exactly where a sorted row first differs from the row before it. One sort per column, no
+    Python trie."""
     B, R, E = chains.shape
     T = tokens.shape[1]
     depth = torch.arange(E, device=chains.device)
     # 1. how far each chain repeats the trunk, and where it leaves it
-    trunk_at = ends[..., None] + 1 + depth  # (B, R, E) the trunk position each chain token would lie on
+    # (B, R, E) the trunk position each chain token would lie on
+    trunk_at = ends[..., None] + 1 + depth
     repeats = tokens.gather(1, trunk_at.clamp(0, T - 1).flatten(1)).view(B, R, E) == chains
     repeats &= usable & (trunk_at < lengths[:, None, None])
     run = repeats.cumprod(-1).sum(-1)  # (B, R)
@@ -180,7 +194,8 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
     differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     fresh = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E)
     index = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
-    owner = torch.where(fresh, index, -1).cummax(1).values  # (B, R, E) node of each sorted row and depth
+    # (B, R, E) node of each sorted row and depth
+    owner = torch.where(fresh, index, -1).cummax(1).values
     N = int(fresh.flatten(1).sum(1).max()) if fresh.numel() else 0
     ordered_leaves = ordered[..., :1].expand(B, R, E)
     above = torch.cat([ordered_leaves[..., :1], T + owner[..., :-1]], -1)[..., :E]
@@ -197,7 +212,8 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
         trunk_ends=table(ordered_leaves, -1),
         valid=torch.arange(N, device=chains.device) < fresh.flatten(1).sum(1, keepdim=True),
     )
-    # 5. back to the order of the branches: chain token i lies on the trunk or is off-trunk token i - run
+    # 5. back to the order of the branches: chain token i lies on the trunk or is off-trunk token i
+    # - run
     inverse = order.argsort(dim=1)
     nodes = owner.gather(1, inverse[..., None].expand_as(owner))
     nodes = nodes.gather(2, (depth - run[..., None]).clamp(min=0))
@@ -205,8 +221,9 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
 
 
 def block_view(anchors: Tensor, block: int, num_context: int) -> View:
-    """What a drafter's block tokens see: context positions strictly before their anchor, and their own
-    block, both ways. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only itself)."""
+    """What a drafter's block tokens see: context positions strictly before their anchor, and their
+    own block, both ways. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only
+    itself)."""
     B, A = anchors.shape
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block, device=anchors.device)
     slots = torch.arange(num_context, device=anchors.device)
@@ -219,8 +236,9 @@ def block_view(anchors: Tensor, block: int, num_context: int) -> View:
 def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape) -> tuple[Tensor, Tensor]:
     """Anchors and the uniforms that will choose the branches, from (seed, step, sequence id) alone.
 
-    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1). Anchors are
-    drawn without replacement from the first response token to the second to last. Host tensors in and out.
+    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1). Anchors
+    are drawn without replacement from the first response token to the second to last. Host tensors
+    in and out.
     """
     A, K, W = shape
     anchors = torch.full((len(sequence_ids), A), -1)
@@ -250,13 +268,17 @@ def main():
         print(f"\nmerge={merge}: {tree.num_nodes} nodes (packed index = {T} + node)")
         print(" node token parent position   sees: trunk ... | nodes ...")
         for n in range(tree.num_nodes):
-            row = "".join(" ■"[v] for v in mask[n, :T]) + "|" + "".join(" ■"[v] for v in mask[n, T:])
+            row = (
+                "".join(" ■"[v] for v in mask[n, :T]) + "|" + "".join(" ■"[v] for v in mask[n, T:])
+            )
             fields = [f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions)]
             print(f"{n:5d} {fields[0]:5d} {fields[1]:6d} {fields[2]:8d}   {row}")
         for branch in range(3):
             places = tree.slots[0, branch, 0, :-1].tolist()
             print(f" p_1..p_4 of branch {branch} come from packed indices {places}")
-    print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with the branch that starts there.")
+    print(
+        "\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2."
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Small models with nothing left at a special value: every norm weight is random, distributions are peaked."""
+"""Small models with nothing left at a special value: every norm weight is random, distributions are
+peaked."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What DFlash computes, and that training and decoding compute the same. `pytest tests/test_drafter.py`"""
+"""What DFlash computes, and that training and decoding compute the same. `pytest
+tests/test_drafter.py`"""
 
 import json
 
@@ -16,7 +17,9 @@ def case(target, B=3, T=20, A=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.num_tokens, (B, T), generator=generator)
     lengths = torch.tensor([T, T - 7, T - 3])[:B]
-    anchors = torch.stack([torch.randperm(int(n), generator=generator)[:A].sort().values for n in lengths])
+    anchors = torch.stack(
+        [torch.randperm(int(n), generator=generator)[:A].sort().values for n in lengths]
+    )
     anchors[0, 0], anchors[-1, -1] = 0, -1  # no context at all, and no anchor at all
     return tokens, lengths, anchors
 
@@ -44,15 +47,20 @@ def by_hand(drafter, taps, token, anchor):
             for head in range(config.num_attention_heads):
                 kv = head // (config.num_attention_heads // config.num_key_value_heads)
                 scores, values = [], []
-                for j, feature in enumerate(source):  # context at its position, block behind the anchor
+                # context at its position, block behind the anchor
+                for j, feature in enumerate(source):
                     k = (feature @ weights[pre + "self_attn.k_proj.weight"].T).view(-1, D)[kv]
                     k = norm(k, pre + "self_attn.k_norm.weight")
                     turned = [
-                        rotate(v[None, None, None], rotary(torch.tensor([[p]]), D, config.rope_theta))[0, 0, 0]
+                        rotate(
+                            v[None, None, None], rotary(torch.tensor([[p]]), D, config.rope_theta)
+                        )[0, 0, 0]
                         for v, p in ((q[head], anchor + slot), (k, j if j < anchor else j))
                     ]
                     scores.append(turned[0] @ turned[1] / D**0.5)
-                    values.append((feature @ weights[pre + "self_attn.v_proj.weight"].T).view(-1, D)[kv])
+                    values.append(
+                        (feature @ weights[pre + "self_attn.v_proj.weight"].T).view(-1, D)[kv]
+                    )
                 heads.append(torch.stack(scores).softmax(0) @ torch.stack(values))
             out.append(torch.cat(heads) @ weights[pre + "self_attn.o_proj.weight"].T)
         x = x + torch.stack(out)
@@ -70,11 +78,14 @@ def test_blocks_equal_the_formulas_in_plain_loops(target, drafter):
         anchor = int(anchors[row, column])
         slow = by_hand(drafter, trunk.taps[row], int(tokens[row, anchor]), anchor)
         allowed = logits[row, column] > -torch.inf
-        torch.testing.assert_close(logits[row, column][allowed], slow[allowed], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            logits[row, column][allowed], slow[allowed], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_training_blocks_equal_decoding_steps(target, drafter):
-    """Decoding: text prefilled in part, the rest committed in rounds, features remembered as it goes."""
+    """Decoding: text prefilled in part, the rest committed in rounds, features remembered as it
+    goes."""
     tokens, lengths, anchors = case(target)
     trained = drafter.logits(drafter.block(target.prefill(tokens, lengths), anchors))
     W = drafter.config.num_draft_tokens
@@ -86,7 +97,8 @@ def test_training_blocks_equal_decoding_steps(target, drafter):
             text = tokens[row : row + 1]
             trunk = target.prefill(text[:, :first], torch.tensor([first]), room=40)
             memory = drafter.remember(trunk, room=40)
-            while trunk.width < anchor:  # rounds of two accepted tokens and rejected junk behind them
+            # rounds of two accepted tokens and rejected junk behind them
+            while trunk.width < anchor:
                 count = min(2, anchor - trunk.width)
                 at_anchor = trunk.lengths[:, None]
                 trunk.tokens.scatter_(1, at_anchor, text.gather(1, at_anchor))
@@ -134,13 +146,22 @@ def test_slot_zero_holds_the_anchor_and_the_others_mask(target, drafter):
 def test_q_is_what_is_drawn_from_and_never_holds_mask_or_rows_beyond_the_tokenizer(target, drafter):
     tokens, lengths, anchors = case(target)
     trunk = target.prefill(tokens, lengths)
-    for sampling in (Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.3, top_p=0.8), Sampling(0.0)):
+    for sampling in (
+        Sampling(1.0),
+        Sampling(0.7, top_k=5),
+        Sampling(1.3, top_p=0.8),
+        Sampling(0.0),
+    ):
         generator = torch.Generator().manual_seed(3)
         proposal = drafter.propose(trunk, anchors, 4, sampling, generator, keep_probs=True)
         q = proposal.probs()
-        assert q.shape == (3, 5, 4, 4, target.config.vocab_size) and q.requires_grad == (sampling.temperature > 0)
+        assert q.shape == (3, 5, 4, 4, target.config.vocab_size) and q.requires_grad == (
+            sampling.temperature > 0
+        )
         assert torch.equal(q, proposal.drawn_from.expand_as(q))
-        assert (q[..., target.num_tokens :] == 0).all() and (q[..., drafter.config.mask_token_id] == 0).all()
+        assert (q[..., target.num_tokens :] == 0).all() and (
+            q[..., drafter.config.mask_token_id] == 0
+        ).all()
         assert (q.gather(-1, proposal.tokens[..., None]) > 0).all()
         torch.testing.assert_close(q.sum(-1), torch.ones(3, 5, 4, 4))
 
@@ -166,7 +187,9 @@ def test_draw_at_the_edges_never_gives_a_token_of_probability_zero():
 def test_sampling_filters_are_the_usual_ones():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
     full = logits.softmax(-1)
-    torch.testing.assert_close(Sampling(1.0, top_k=2).probs(logits), full * torch.tensor([1, 1, 0, 0, 0]) / full[:2].sum())
+    torch.testing.assert_close(
+        Sampling(1.0, top_k=2).probs(logits), full * torch.tensor([1, 1, 0, 0, 0]) / full[:2].sum()
+    )
     kept = Sampling(1.0, top_p=0.7).probs(logits)  # 0.64 alone does not reach 0.7
     torch.testing.assert_close(kept, full * torch.tensor([1, 1, 0, 0, 0]) / full[:2].sum())
     assert Sampling(0.0).probs(logits).tolist() == [1, 0, 0, 0, 0]
@@ -193,18 +216,25 @@ def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(t
     assert all(p.grad is None for p in target.parameters())
 
 
-# ------------------------------------------------------------------------------------------- folders
+# ------------------------------------------------------------------------------------------ folders
 
 
 def test_folder_has_the_public_names_and_round_trips_bit_equal(tmp_path, target, drafter):
     drafter.to(torch.bfloat16).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
-    assert config["block_size"] == 5 and config["is_causal"] is False and config["num_target_layers"] == 3
+    assert (
+        config["block_size"] == 5
+        and config["is_causal"] is False
+        and config["num_target_layers"] == 3
+    )
     assert set(config["dflash_config"]) == {"mask_token_id", "target_layer_ids"}
     found = load_file(tmp_path / "model.safetensors")
     layer = {f"self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-    layer |= {f"mlp.{n}_proj" for n in ("gate", "up", "down")} | {"input_layernorm", "post_attention_layernorm"}
+    layer |= {f"mlp.{n}_proj" for n in ("gate", "up", "down")} | {
+        "input_layernorm",
+        "post_attention_layernorm",
+    }
     names = {f"layers.{i}.{n}.weight" for i in range(2) for n in layer}
     assert set(found) == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
     assert all(t.dtype == torch.bfloat16 for t in found.values())
@@ -237,7 +267,10 @@ def test_loading_sets_the_taps_it_was_trained_with(tmp_path, target):
         ({"num_target_layers": 7}, "num_target_layers"),
         ({"dflash_config": {"mask_token_id": 24, "target_layer_ids": [1]}}, "mask_token_id 24"),
         ({"dflash_config": {"mask_token_id": 22, "target_layer_ids": [3]}}, "target_layer_ids"),
-        ({"dflash_config": {"mask_token_id": 22, "target_layer_ids": [1], "block_size": 9}}, "block_size"),
+        (
+            {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [1], "block_size": 9}},
+            "block_size",
+        ),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),
         ({"is_causal": True}, "is_causal"),
         ({"num_hidden_layers": 3}, "layers.2"),
@@ -245,7 +278,9 @@ def test_loading_sets_the_taps_it_was_trained_with(tmp_path, target):
         ({"intermediate_size": 64}, r"\(64, 32\)"),
     ],
 )
-def test_a_drafter_folder_that_does_not_fit_is_an_error_that_names_it(tmp_path, target, drafter, change, word):
+def test_a_drafter_folder_that_does_not_fit_is_an_error_that_names_it(
+    tmp_path, target, drafter, change, word
+):
     drafter.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

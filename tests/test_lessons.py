@@ -1,5 +1,5 @@
-"""Each concept file runs as a lesson, and every command line answers mistakes in one line with exit code 2.
-`pytest tests/test_lessons.py`"""
+"""Each concept file runs as a lesson, and every command line answers mistakes in one line with exit
+code 2. `pytest tests/test_lessons.py`"""
 
 import subprocess
 import sys
@@ -43,7 +43,9 @@ def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
                "--prompt", "abc", "de", "--max-new-tokens", 20)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "AL " in done.stdout and "same text" in done.stdout and "times as fast" in done.stdout
-    plain = run("serve.py", "--target", folders / "target", "--prompt", "abc", "--max-new-tokens", 20)
+    plain = run(
+        "serve.py", "--target", folders / "target", "--prompt", "abc", "--max-new-tokens", 20
+    )
     assert plain.returncode == 0 and "plain decoding" in plain.stdout
 
 
@@ -84,7 +86,9 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     config = (shape / "config.json").read_text()
-    (shape / "config.json").write_text(config.replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    (shape / "config.json").write_text(
+        config.replace('"intermediate_size": 48', '"intermediate_size": 40')
+    )
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     (tmp_path / "keys.json").write_text('{"num_anchor": 3}')

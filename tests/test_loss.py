@@ -24,7 +24,9 @@ def test_losses_pass_gradcheck(name):
 def test_ce_passes_gradcheck_and_weighs_by_position():
     labels = torch.tensor([[1, 0, 3]])
     logits = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: losses.ce(x, labels, decay=2.0).double(), logits, atol=1e-3, eps=1e-3)
+    assert torch.autograd.gradcheck(
+        lambda x: losses.ce(x, labels, decay=2.0).double(), logits, atol=1e-3, eps=1e-3
+    )
     logp = logits.log_softmax(-1)
     weights = [2.718281828459045 ** (-k / 2.0) for k in range(3)]
     by_hand = -sum(w * logp[0, k, labels[0, k]] for k, w in enumerate(weights)) / sum(weights)
@@ -32,7 +34,8 @@ def test_ce_passes_gradcheck_and_weighs_by_position():
 
 
 def accepted_by_enumeration(p_of, q_of, W, V):
-    """E[AL] - 1 over every drafted block and every acceptance, p_of/q_of: history -> distribution."""
+    """E[AL] - 1 over every drafted block and every acceptance, p_of/q_of: history ->
+    distribution."""
     total = 0.0
     for y in itertools.product(range(V), repeat=W):
         chance, survives = 1.0, 1.0
@@ -56,13 +59,16 @@ def test_e2e_tv_is_the_expected_acceptance_length_for_position_only_p():
 
 
 def history_dependent(seed, W, V):
-    tables = {h: random_probs(V, seed=seed + 31 * i) for i, h in enumerate(
-        h for k in range(W) for h in itertools.product(range(V), repeat=k))}
+    tables = {
+        h: random_probs(V, seed=seed + 31 * i)
+        for i, h in enumerate(h for k in range(W) for h in itertools.product(range(V), repeat=k))
+    }
     return lambda history: tables[tuple(history)]
 
 
 def test_e2e_tv_is_only_a_surrogate_when_p_depends_on_history():
-    """The surrogate averages prod alpha over drafted histories, survivors or not; E[AL] does not."""
+    """The surrogate averages prod alpha over drafted histories, survivors or not; E[AL] does
+    not."""
     W, V = 3, 3
     p_of, q = history_dependent(4, W, V), random_probs(W, V, seed=5)
     exact = accepted_by_enumeration(p_of, lambda h: q[len(h)], W, V)
@@ -145,13 +151,16 @@ def test_chunked_equals_unchunked_and_the_plain_formula(name, K_q):
 def test_a_global_batch_in_parts_gives_the_gradient_of_the_whole():
     q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
     for name in losses.LOSSES:
+
         def run(part, total, name=name):
             return losses.chunked(name, q_hidden[part], q_head, mask[part], p_hidden=p_hidden[part],
                                   p_head=p_head, tokens=tokens[part], total=total)[0]  # fmt: skip
 
         total = losses.denominator(name, mask)
         (whole,) = torch.autograd.grad(run(slice(None), None), q_hidden)
-        (parts,) = torch.autograd.grad(run(slice(0, 3), total) + run(slice(3, None), total), q_hidden)
+        (parts,) = torch.autograd.grad(
+            run(slice(0, 3), total) + run(slice(3, None), total), q_hidden
+        )
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
 
 
@@ -166,8 +175,12 @@ def test_positions_behind_the_mask_and_empty_branches_add_nothing():
 
 def test_figures_are_means_over_valid_positions():
     q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
-    _, figures = losses.chunked("tv", q_hidden, q_head, mask, p_hidden=p_hidden, p_head=p_head, rows=2)
-    alpha = losses.acceptance(p_head(p_hidden).softmax(-1), q_head(q_hidden).softmax(-1).expand(7, 3, 4, 13))
+    _, figures = losses.chunked(
+        "tv", q_hidden, q_head, mask, p_hidden=p_hidden, p_head=p_head, rows=2
+    )
+    alpha = losses.acceptance(
+        p_head(p_hidden).softmax(-1), q_head(q_hidden).softmax(-1).expand(7, 3, 4, 13)
+    )
     torch.testing.assert_close(figures["alpha"][3], alpha[..., 3][mask[..., 3]].mean())
 
 

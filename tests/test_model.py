@@ -27,7 +27,11 @@ def test_a_saved_target_opens_in_transformers_with_the_same_logits(tmp_path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         ours = load_tokenizer(folder)
         assert tokenizer(text)["input_ids"] == ours.encode(text) == list(text.encode())
-        assert ours.decode(ours.encode(text)) == text and ours.stop_ids == (256,) and ours.pad_id == 257
+        assert (
+            ours.decode(ours.encode(text)) == text
+            and ours.stop_ids == (256,)
+            and ours.pad_id == 257
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -35,7 +39,9 @@ def test_a_saved_target_opens_in_transformers_with_the_same_logits(tmp_path):
 def test_what_transformers_saved_opens_here_with_the_same_logits(tmp_path, tied, seed):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
-        **SMALL, tie_word_embeddings=tied, rope_parameters={"rope_theta": 3000.0 * (seed + 1), "rope_type": "default"}
+        **SMALL,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_theta": 3000.0 * (seed + 1), "rope_type": "default"},
     )
     torch.manual_seed(seed)
     theirs = transformers.Qwen3ForCausalLM(config).float()
@@ -45,7 +51,9 @@ def test_what_transformers_saved_opens_here_with_the_same_logits(tmp_path, tied,
     assert names["model_type"] == "qwen3"
     ours = Target.from_pretrained(tmp_path)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight or not tied
-    tokens = torch.randint(0, SMALL["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, SMALL["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(seed)
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
@@ -64,7 +72,9 @@ def test_rotary_turns_pairs_by_the_complex_exponential():
     z = torch.complex(x[..., :4], x[..., 4:])
     angle = positions[..., None] * 10_000.0 ** -(torch.arange(4) / 4)  # (1, 5, 4)
     turned = z * torch.polar(torch.ones_like(angle), angle)[:, :, None]
-    torch.testing.assert_close(rotate(x, rotary(positions, 8, 10_000.0)), torch.cat([turned.real, turned.imag], -1))
+    torch.testing.assert_close(
+        rotate(x, rotary(positions, 8, 10_000.0)), torch.cat([turned.real, turned.imag], -1)
+    )
 
 
 @pytest.mark.parametrize(

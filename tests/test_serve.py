@@ -1,4 +1,5 @@
-"""Speculative decoding is lossless: greedy token for token, sampled by exact enumeration. `pytest tests/test_serve.py`"""
+"""Speculative decoding is lossless: greedy token for token, sampled by exact enumeration. `pytest
+tests/test_serve.py`"""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +23,8 @@ def prompts(count, seed=0, vocab=20, longest=12):
 
 
 class Scripted:
-    """A drafter for tests: `rule(text so far) -> (tokens, q (W,V) or None)`; it keeps the text by itself."""
+    """A drafter for tests: `rule(text so far) -> (tokens, q (W,V) or None)`; it keeps the text by
+    itself."""
 
     class Config:
         num_draft_tokens = W
@@ -64,7 +66,9 @@ def test_an_oracle_drafter_reaches_w_plus_one(target, temperature):
     results = generate(target, oracle(target, Sampling(temperature)), prompts(6), 23, temperature)
     for result in results:
         assert result.acceptance_length == W + 1
-        assert len(result.tokens) == 23 and result.num_rounds == 5 and result.finish_reason == "length"
+        assert (
+            len(result.tokens) == 23 and result.num_rounds == 5 and result.finish_reason == "length"
+        )
     assert sum(r.num_committed for r in results) == 6 * 25  # the limit cuts the text, not the count
 
 
@@ -81,7 +85,8 @@ def test_an_always_wrong_drafter_gives_al_one_and_the_same_text(target):
 
 
 def noisy(texts, seed=0):
-    """Drafts from the known greedy text with one token in four replaced: every accept count occurs."""
+    """Drafts from the known greedy text with one token in four replaced: every accept count
+    occurs."""
     generator = torch.Generator().manual_seed(seed)
 
     def rule(text):
@@ -117,7 +122,9 @@ def test_a_stop_token_in_the_middle_of_a_block_ends_as_plain_decoding_does(targe
     stop = free[0].tokens[17]
     plain = generate(target, None, asked, 60, stop_ids=(stop,))
     results = generate(target, noisy(full, 1), asked, 60, stop_ids=(stop,))
-    assert [(r.tokens, r.finish_reason) for r in results] == [(r.tokens, r.finish_reason) for r in plain]
+    assert [(r.tokens, r.finish_reason) for r in results] == [
+        (r.tokens, r.finish_reason) for r in plain
+    ]
     assert {r.finish_reason for r in plain} >= {"stop"}
     assert any(r.accepted[-1] + 1 > (len(r.tokens) - 1) % (W + 1) for r in results if r.num_rounds)
     for result in results:
@@ -131,7 +138,9 @@ def test_a_stop_token_in_the_middle_of_a_block_ends_as_plain_decoding_does(targe
 def test_limits_smaller_than_a_block_cut_the_text_exactly(target, drafter, limit):
     asked = prompts(5)
     plain, results = (generate(target, d, asked, limit) for d in (None, drafter))
-    assert [r.tokens for r in results] == [r.tokens for r in plain] and all(len(r.tokens) == limit for r in plain)
+    assert [r.tokens for r in results] == [r.tokens for r in plain] and all(
+        len(r.tokens) == limit for r in plain
+    )
 
 
 def test_a_sampled_text_does_not_depend_on_its_batch(target, drafter):
@@ -139,7 +148,9 @@ def test_a_sampled_text_does_not_depend_on_its_batch(target, drafter):
     for proposer in (None, drafter):
         a, b = (generate(target, proposer, asked, 30, 1.0, seed=5, batch_size=n) for n in (9, 2))
         assert [r.tokens for r in a] == [r.tokens for r in b]
-        assert [r.tokens for r in a] != [r.tokens for r in generate(target, proposer, asked, 30, 1.0, seed=6)]
+        assert [r.tokens for r in a] != [
+            r.tokens for r in generate(target, proposer, asked, 30, 1.0, seed=6)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +169,13 @@ def test_what_cannot_be_decoded_is_said(target, drafter, how, word):
         generate(target, drafter, [[1], []], 5)
 
 
-# --------------------------------------------------------------------- exact enumeration of losslessness
+# ---------------------------------------------------------------- exact enumeration of losslessness
 
 
 class Outcomes:
-    """Every random outcome of `generate`: each row of a batch follows a script of choices and takes the first
-    possible one where the script ends; what it could have chosen there becomes new scripts."""
+    """Every random outcome of `generate`: each row of a batch follows a script of choices and takes
+    the first possible one where the script ends; what it could have chosen there becomes new
+    scripts."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(drafter_module, "draw", self.draw)
@@ -208,11 +220,16 @@ class Outcomes:
         return torch.tensor(out)
 
     def distribution(self, run, batch=4096) -> tuple[dict, float]:
-        """{text: probability} over all outcomes of `run(number of rows) -> results`, and the acceptance rate."""
+        """{text: probability} over all outcomes of `run(number of rows) -> results`, and the
+        acceptance rate."""
         self.waiting, found, accepted = [[]], {}, 0.0
         while self.waiting:
             self.scripts, self.waiting = self.waiting[:batch], self.waiting[batch:]
-            self.taken, self.chance, self.rows = [[] for _ in self.scripts], [1.0] * len(self.scripts), 0
+            self.taken, self.chance, self.rows = (
+                [[] for _ in self.scripts],
+                [1.0] * len(self.scripts),
+                0,
+            )
             for result, chance in zip(run(len(self.scripts)), self.chance):
                 found[tuple(result.tokens)] = found.get(tuple(result.tokens), 0.0) + chance
                 accepted += chance * (result.accepted[0] > 0)
@@ -222,17 +239,23 @@ class Outcomes:
 def plain_distribution(target, prompt, sampling, length) -> dict:
     found = {}
     for text in itertools.product(range(target.config.vocab_size), repeat=length):
-        p = sampling.probs(target(torch.tensor([[*prompt, *text]]))[0, len(prompt) - 1 : -1]).double()
+        p = sampling.probs(
+            target(torch.tensor([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
+        ).double()
         found[text] = p.gather(-1, torch.tensor(text)[:, None]).prod().item()
     return found
 
 
 def distance(found: dict, expected: dict) -> float:
-    return max(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in expected.keys() | found.keys())
+    return max(
+        abs(found.get(text, 0.0) - expected.get(text, 0.0))
+        for text in expected.keys() | found.keys()
+    )
 
 
 def four_token_pair():
-    """A target over 4 tokens whose p depends on history, and a DFlash with W = 2 near it (MASK is id 3)."""
+    """A target over 4 tokens whose p depends on history, and a DFlash with W = 2 near it (MASK is
+    id 3)."""
     target = small_target(seed=3, std=0.3, vocab_size=4, num_hidden_layers=2)
     target.num_tokens = 4
     drafter = small_drafter(target, block_size=3, mask_token_id=3)
@@ -244,15 +267,19 @@ SETTINGS = [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.0, 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("draft_temperature", [None, 0.0], ids=["drawn", "argmax"])
-def test_sampled_text_has_exactly_the_targets_distribution(monkeypatch, sampling, draft_temperature):
+def test_sampled_text_has_exactly_the_targets_distribution(
+    monkeypatch, sampling, draft_temperature
+):
     target, drafter = four_token_pair()
     prompt = [1, 0, 2]
     expected = plain_distribution(target, prompt, sampling, 3)
     assert abs(sum(expected.values()) - 1) < 1e-6
 
     def run(rows):
-        return generate(target, drafter, [prompt] * rows, 3, sampling.temperature, top_k=sampling.top_k,
-                        top_p=sampling.top_p, draft_temperature=draft_temperature, batch_size=rows)  # fmt: skip
+        return generate(
+            target, drafter, [prompt] * rows, 3, sampling.temperature, top_k=sampling.top_k,
+            top_p=sampling.top_p, draft_temperature=draft_temperature, batch_size=rows,
+        )  # fmt: skip
 
     found, accepted = Outcomes(monkeypatch).distribution(run)
     assert abs(sum(found.values()) - 1) < 1e-6
@@ -265,7 +292,9 @@ def test_dividing_an_argmax_draft_by_a_soft_q_is_noticed(monkeypatch):
     honest = Drafter.propose
 
     def careless(self, trunk, anchors, num_branches, sampling, *rest, **options):
-        drawn = honest(self, trunk, anchors, num_branches, replace(sampling, temperature=0.0), *rest, **options)
+        drawn = honest(
+            self, trunk, anchors, num_branches, replace(sampling, temperature=0.0), *rest, **options
+        )
         soft = sampling.probs(self.logits(drawn.hidden))
         return replace(drawn, drawn_from=soft.detach())
 
@@ -284,25 +313,31 @@ def test_accept_counts_a_prefix_only():
     count, token = serve.verify(logits, torch.tensor([[1, 5, 3]]), None, Sampling(0.0), None)
     assert count.tolist() == [1] and token.tolist() == [2]
     q = torch.eye(8)[torch.tensor([[1, 5, 3]])]
-    count, token = serve.verify(logits * 1e4, torch.tensor([[1, 5, 3]]), q, Sampling(1.0), torch.zeros(1, 4))
+    count, token = serve.verify(
+        logits * 1e4, torch.tensor([[1, 5, 3]]), q, Sampling(1.0), torch.zeros(1, 4)
+    )
     assert count.tolist() == [1] and token.tolist() == [2]
 
 
 def test_an_empty_residual_falls_back_to_p():
     logits = torch.zeros(1, 2, 4)
     q = torch.full((1, 1, 4), 0.25)
-    count, token = serve.verify(logits, torch.tensor([[2]]), q, Sampling(1.0), torch.tensor([[1.0, 0.99]]))
+    count, token = serve.verify(
+        logits, torch.tensor([[2]]), q, Sampling(1.0), torch.tensor([[1.0, 0.99]])
+    )
     assert count.tolist() == [0] and token.tolist() == [3]
 
 
-# ------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def test_evaluation_counts_what_decoding_did(target, drafter):
     asked = prompts(7)
     results = generate(target, drafter, asked, 30, 1.0, seed=2)
     measured = evaluate(target, drafter, asked, 30, 1.0, seed=2, batch_size=3)
-    assert measured.mean == sum(r.num_committed for r in results) / sum(r.num_rounds for r in results)
+    assert measured.mean == sum(r.num_committed for r in results) / sum(
+        r.num_rounds for r in results
+    )
     rounds = [n for r in results for n in r.accepted]
     for k in range(1, W + 1):
         assert abs(measured.survival[k - 1] - sum(n >= k for n in rounds) / len(rounds)) < 1e-6

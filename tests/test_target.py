@@ -1,4 +1,5 @@
-"""Prefill, score, commit: all state equals that of a fresh prefill. `pytest tests/test_target.py`"""
+"""Prefill, score, commit: all state equals that of a fresh prefill. `pytest
+tests/test_target.py`"""
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def test_prefill_of_unequal_lengths_equals_each_row_alone(target):
     for row, length in enumerate(lengths.tolist()):
         one = target.prefill(tokens[row : row + 1, :length], torch.tensor([length]))
         for name in ("hidden", "taps"):
-            torch.testing.assert_close(getattr(trunk, name)[row, :length], getattr(one, name)[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                getattr(trunk, name)[row, :length], getattr(one, name)[0], atol=1e-5, rtol=0
+            )
         for cache, alone in zip(trunk.states, one.states):
             torch.testing.assert_close(cache[row, :length], alone[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(target.head(trunk.hidden[0]), target(tokens)[0], atol=1e-5, rtol=0)
@@ -28,7 +31,8 @@ def test_prefill_of_unequal_lengths_equals_each_row_alone(target):
 
 @pytest.mark.parametrize("room", [0, 40])
 def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
-    """Rounds with 0, 1, W-1 and W accepted drafts, other counts in each row, junk tokens rejected."""
+    """Rounds with 0, 1, W-1 and W accepted drafts, other counts in each row, junk tokens
+    rejected."""
     torch.manual_seed(0)
     texts = [text(1, n, seed=n)[0].tolist() for n in (9, 3, 14, 6)]
     lengths = torch.tensor([len(t) for t in texts])
@@ -39,7 +43,9 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
         at_anchor = trunk.lengths[:, None]
         packed = torch.cat([trunk.tokens, trunk.tokens.new_zeros(4, 1)], 1)
         packed.scatter_(1, at_anchor, anchors)
-        tree = build_tree(packed[:, : trunk.width + 1], trunk.lengths, at_anchor, drafts, False, True)
+        tree = build_tree(
+            packed[:, : trunk.width + 1], trunk.lengths, at_anchor, drafts, False, True
+        )
         scored = target.score(trunk, tree)
         path = torch.arange(W + 1).repeat(4, 1)
         path[path > torch.tensor(counts)[:, None]] = -1
@@ -52,14 +58,18 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
             assert trunk.tokens[row, : len(committed)].tolist() == committed
             fresh = target.prefill(torch.tensor([committed]), torch.tensor([len(committed)]))
             for cache, alone in zip(trunk.states, fresh.states):
-                torch.testing.assert_close(cache[row, : len(committed)], alone[0], atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    cache[row, : len(committed)], alone[0], atol=1e-5, rtol=0
+                )
 
 
 def test_a_tap_is_the_output_of_its_layer_before_the_final_norm(target):
     tokens = text(1, 8)
     outputs = {}
     for index, layer in enumerate(target.model.layers):
-        layer.register_forward_hook(lambda m, i, out, index=index: outputs.__setitem__(index, out[0]))
+        layer.register_forward_hook(
+            lambda m, i, out, index=index: outputs.__setitem__(index, out[0])
+        )
     target.tap_ids = (0, 2)
     taps = target.prefill(tokens, torch.tensor([8])).taps
     assert torch.equal(taps, torch.cat([outputs[0], outputs[2]], -1))
@@ -103,6 +113,7 @@ def test_rows_beyond_the_tokenizer_are_known(tmp_path):
 
     target = small_target(vocab_size=264)
     target.save_pretrained(tmp_path)
-    assert Target.from_pretrained(tmp_path).num_tokens == 264  # no tokenizer files, no such knowledge
+    # no tokenizer files, no such knowledge
+    assert Target.from_pretrained(tmp_path).num_tokens == 264
     write_byte_tokenizer(tmp_path)
     assert Target.from_pretrained(tmp_path).num_tokens == 258

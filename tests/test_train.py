@@ -14,9 +14,10 @@ import loss as losses
 import train as training
 from data import References
 from drafter import Drafter, Sampling
+from loss import make_optimizers, set_rate
 from serve import generate
 from target import Trunks
-from train import MODES, TrainConfig, batch_rows, make_optimizers, set_rate, step_loss, until_stop
+from train import MODES, TrainConfig, batch_rows, step_loss, until_stop
 from tree import draw_anchors
 
 STOP = (21,)
@@ -29,29 +30,41 @@ def setup(seed=0):
     return target, References.from_lists(prompts, [r.tokens for r in results], 0)
 
 
-CONFIG = TrainConfig(steps=4, batch_size=3, num_anchors=4, num_branches=2, eval_every=2, eval_prompts=2,
-                     eval_tokens=8, save_every=1, warmup=1)  # fmt: skip
+CONFIG = TrainConfig(mode="specopd", steps=4, batch_size=3, num_anchors=4, num_branches=2,
+                     eval_every=2, eval_prompts=2, eval_tokens=8, save_every=1,
+                     warmup=1)  # fmt: skip
+
+
+CE = dataclasses.replace(CONFIG, mode="ce")
 
 
 def one_batch(target, references, config=CONFIG, step=0):
     trunks = Trunks(target, references, config.cache_gib)
     rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
     shape = (config.num_anchors, config.num_branches, 4)
-    anchors, uniforms = draw_anchors(config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape)
+    anchors, uniforms = draw_anchors(
+        config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape
+    )
     return trunks(rows), anchors, uniforms
 
 
 def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
     """Every branch alone: p from a plain run of its whole prefix, q from its own block."""
     W, p_all, q_all, tokens_all, valid_all = 4, [], [], [], []
-    proposal = drafter.propose(trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms)
+    proposal = drafter.propose(
+        trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms
+    )
     for b, a in torch.cartesian_prod(*(torch.arange(n) for n in anchors.shape)).tolist():
         anchor, length = int(anchors[b, a]), int(trunk.lengths[b])
         text = trunk.tokens[b, :length].tolist()
         for k in range(config.num_branches if mode == "specopd" else 1):
             if anchor < 0:
                 continue
-            ids = proposal.tokens[b, a, k].tolist() if mode == "specopd" else text[anchor + 1 : anchor + 1 + W]
+            ids = (
+                proposal.tokens[b, a, k].tolist()
+                if mode == "specopd"
+                else text[anchor + 1 : anchor + 1 + W]
+            )
             if STOP[0] in ids:
                 ids = ids[: ids.index(STOP[0]) + 1]
             p = target(torch.tensor([text[: anchor + 1] + ids]))[0, anchor : anchor + W].softmax(-1)
@@ -71,10 +84,10 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
 def test_a_step_is_what_every_branch_alone_would_give(mode, merge):
     target, references = setup()
     drafter = small_drafter(target)
-    config = dataclasses.replace(CONFIG, merge=merge)
+    config = dataclasses.replace(CONFIG, mode=mode, merge=merge)
     batch = one_batch(target, references, config)
     assert (batch[1] >= 0).any()
-    value, figures = step_loss(config, mode, drafter, *batch, STOP)
+    value, figures = step_loss(config, drafter, *batch, STOP)
     slow, supervised = by_hand(mode, config, target, drafter, *batch)
     assert figures["supervised"] == supervised
     torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
@@ -87,9 +100,9 @@ def test_a_label_off_by_one_is_noticed(monkeypatch):
     target, references = setup()
     drafter = small_drafter(target)
     trunk, anchors, uniforms = one_batch(target, references)
-    value, _ = step_loss(CONFIG, "ce", drafter, trunk, anchors, uniforms, STOP)
-    shifted, _ = step_loss(CONFIG, "ce", drafter, dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1)), anchors,
-                           uniforms, STOP)  # fmt: skip
+    value, _ = step_loss(CE, drafter, trunk, anchors, uniforms, STOP)
+    moved = dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1))
+    shifted, _ = step_loss(CE, drafter, moved, anchors, uniforms, STOP)
     assert abs(value - shifted) > 1e-2
 
 
@@ -105,7 +118,9 @@ def test_cached_trunks_equal_fresh_ones():
     kept, fresh = (Trunks(target, references, gib)(rows) for gib in (2.0, 0.0))
     assert torch.equal(kept.tokens, fresh.tokens) and torch.equal(kept.lengths, fresh.lengths)
     for row, length in enumerate(fresh.lengths.tolist()):
-        torch.testing.assert_close(kept.hidden[row, :length], fresh.hidden[row, :length], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            kept.hidden[row, :length], fresh.hidden[row, :length], atol=1e-5, rtol=0
+        )
 
 
 def test_every_epoch_sees_every_reference_once():
@@ -133,9 +148,9 @@ def run(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
         target, references = setup()
         drafter = small_drafter(target)
         measure = training.Measure([[1, 2, 3], [4, 5]], CONFIG.eval_tokens, STOP, 0)
-        config = dataclasses.replace(CONFIG, stop_after=stop)
+        config = dataclasses.replace(CONFIG, mode=mode, stop_after=stop)
         trunks = Trunks(target, references, 2.0)
-        training.train(config, mode, drafter, references, trunks, measure, out, CONFIG.steps)
+        training.train(config, drafter, trunks, measure, out)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return drafter.state_dict(), log
 
@@ -183,5 +198,9 @@ def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
     assert summary["decoding"]["same_text"] is True
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert again.returncode == 0 and again.stdout.count("is there, kept") == 5
-    other = subprocess.run([*command, "--num-anchors", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert other.returncode == 2 and "num_anchors = 8, this run has 3" in other.stderr.splitlines()[-1]
+    other = subprocess.run(
+        [*command, "--num-anchors", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert (
+        other.returncode == 2 and "num_anchors = 8, this run has 3" in other.stderr.splitlines()[-1]
+    )

@@ -55,7 +55,10 @@ def largest_difference(target, case, merge) -> float:
     tokens, lengths, anchors, branches = case
     tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
     p = target.branch_probs(target.prefill(tokens, lengths), tree)
-    return max((p[where] - slow).abs().max().item() for where, slow in alone(target, tokens, anchors, branches))
+    return max(
+        (p[where] - slow).abs().max().item()
+        for where, slow in alone(target, tokens, anchors, branches)
+    )
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -83,7 +86,9 @@ def test_one_leaking_mask_element_is_noticed(target, seed, monkeypatch):
 def test_index_instead_of_depth_as_position_is_noticed(target):
     tokens, lengths, anchors, branches = random_case(0, 2)
     tree = build_tree(tokens, lengths, anchors, branches, merge=False)
-    wrong = dataclasses.replace(tree, positions=tree.num_trunk_slots + torch.arange(tree.tokens.shape[1]).expand(3, -1))
+    wrong = dataclasses.replace(
+        tree, positions=tree.num_trunk_slots + torch.arange(tree.tokens.shape[1]).expand(3, -1)
+    )
     trunk = target.prefill(tokens, lengths)
     gap = (target.branch_probs(trunk, tree) - target.branch_probs(trunk, wrong)).abs().max()
     assert gap > 1e-3
@@ -162,7 +167,9 @@ def test_changing_the_trunk_after_an_anchor_leaves_its_branches_bit_equal(target
     changed = tokens.clone()
     changed[0, 12] = (changed[0, 12] + 1) % VOCAB
     before, after = (
-        target.branch_probs(target.prefill(t, lengths), build_tree(t, lengths, anchors, branches, merge=False))
+        target.branch_probs(
+            target.prefill(t, lengths), build_tree(t, lengths, anchors, branches, merge=False)
+        )
         for t in (tokens, changed)
     )
     early = (anchors[0] >= 0) & (anchors[0] < 12)
@@ -194,24 +201,38 @@ def test_blocks_of_one_draft_need_no_nodes(target):
         assert tree.num_nodes == 0
         trunk = target.prefill(tokens, lengths)
         p = target.branch_probs(trunk, tree)
-        torch.testing.assert_close(p[0, 1, 0, 0], target(tokens).softmax(-1)[0, anchors[0, 1]], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            p[0, 1, 0, 0], target(tokens).softmax(-1)[0, anchors[0, 1]], atol=1e-5, rtol=0
+        )
 
 
 def test_anchors_depend_on_seed_step_and_sequence_only():
     prompt, lengths = torch.tensor([4, 6, 5]), torch.tensor([20, 9, 30])
     anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, (5, 2, W))
-    part, part_uniforms = draw_anchors(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], (5, 2, W))
+    part, part_uniforms = draw_anchors(
+        0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], (5, 2, W)
+    )
     assert torch.equal(anchors[1:2], part) and torch.equal(uniforms[1:2], part_uniforms)
     assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
     other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], (5, 2, W))
     assert not torch.equal(anchors[:1], other)
-    seen = torch.cat([draw_anchors(0, s, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0] for s in range(200)])
+    seen = torch.cat(
+        [
+            draw_anchors(0, s, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0]
+            for s in range(200)
+        ]
+    )
     assert seen.min() == 4 and seen.max() == 18
 
 
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="do not fit"):
-        build_tree(torch.zeros(2, 5).long(), torch.tensor([5]), torch.zeros(2, 1).long(), torch.zeros(2, 1, 1, 3).long())
+        build_tree(
+            torch.zeros(2, 5).long(),
+            torch.tensor([5]),
+            torch.zeros(2, 1).long(),
+            torch.zeros(2, 1, 1, 3).long(),
+        )
 
 
 def test_large_vocabulary_merges_too():
