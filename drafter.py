@@ -263,12 +263,15 @@ class Drafter(nn.Module):
             x, _ = layer(x, rope, view, past)
         return self.norm(x).view(B, A, b, -1)[:, :, 1:]  # slot j >= 1 predicts position a + j
 
+    def proposable(self, ids: Tensor) -> Tensor:
+        """Which ids q may hold: not MASK, not a row beyond the tokenizer. (p is never masked.)"""
+        return (ids != self.config.mask_token_id) & (ids < self.target.num_tokens)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """(…, C) -> (…, V) by the target's head; ids that must never be proposed get -inf."""
+        """(…, C) -> (…, V) by the target's head; -inf where an id is not proposable."""
         logits = self.target.head(hidden.to(self.target.lm_head.weight.dtype))
         ids = torch.arange(logits.shape[-1], device=logits.device)
-        never = (ids == self.config.mask_token_id) | (ids >= self.target.num_tokens)
-        return logits.masked_fill(never, -torch.inf)
+        return logits.masked_fill(~self.proposable(ids), -torch.inf)
 
     def propose(
         self,

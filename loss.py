@@ -75,6 +75,7 @@ def ce(logits: Tensor, labels: Tensor, mask: Tensor | None = None, decay: float 
     loss). logits (..., W, V), labels (..., W); decay (gamma_0): 4 for W = 7, 7 for W = 15."""
     nll = -logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     weights = position_weights(labels.shape[-1], decay, nll) * _ones(nll, mask)
+    nll = torch.where(weights > 0, nll, 0.0)  # a masked label may be one that q never holds
     return (nll * weights).sum() / weights.sum().clamp(min=1e-12)
 
 
@@ -124,6 +125,7 @@ def _numerator(
     if name == "ce":
         logp = q_logits.float().log_softmax(-1)
         nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
+        nll = torch.where(valid > 0, nll, 0.0)  # a masked label may be one that q never holds
         return (nll * valid * position_weights(tokens.shape[-1], decay, nll)).sum(), None
     p, q = ((logits.float() / temperature).softmax(-1) for logits in (p_logits, q_logits))
     p, q = torch.broadcast_tensors(p, q)

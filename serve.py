@@ -259,7 +259,7 @@ class Acceptance:
     @property
     def mean(self) -> float:
         """Pooled: all committed tokens over all verifications."""
-        return float(self.committed.sum() / self.rounds.sum())
+        return self.committed.sum().item() / self.rounds.sum().item()
 
     @property
     def survival(self) -> list[float]:
@@ -423,8 +423,8 @@ def main():
     print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
     rounds = sum(r.num_rounds for r in results)
     al = sum(r.num_committed for r in results) / max(rounds, 1)
-    how = f"temperature {config.temperature:g}"
-    print(f"AL {al:.3f} over {rounds} verifications, {how}: {speed:.1f} tokens/s")
+    heat = f"temperature {config.temperature:g}"
+    print(f"AL {al:.3f} over {rounds} verifications, {heat}: {speed:.1f} tokens/s")
     if not config.compare:
         return
     generate(target, None, prompts[:1], **warm)

@@ -131,11 +131,10 @@ class Target(nn.Module):
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
         """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
-        node_hidden, taps, states = self.model(
-            tree.tokens, tree.view(), trunk.states, trunk.tap_ids
-        )
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
+        past = [with_room(state, T) for state in trunk.states]  # T may count an anchor not run yet
+        node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
         if trunk.hidden is not None:

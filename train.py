@@ -146,6 +146,7 @@ def step_loss(
     ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1)
     reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
     inside = inside & until_stop(reference, stop_ids)
+    labelled = inside & drafter.proposable(reference)  # the target may have drawn what q never holds
     if config.mode == "specopd":
         sampling = Sampling(config.branch_temperature)
         proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, uniforms)
@@ -158,7 +159,7 @@ def step_loss(
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
-        tokens, valid = reference, inside
+        tokens, valid = reference, labelled if config.mode == "ce" else inside
         rows = torch.arange(B, device=anchors.device)[:, None]
         p_hidden = trunk.hidden[rows, (ahead - 1).flatten(1)].view(B, A, 1, W, -1)  # p_k from a+k-1
         nodes = unmerged = torch.zeros((), dtype=torch.long)
@@ -175,7 +176,7 @@ def step_loss(
 
     value, figures = loss_of("ce" if config.mode == "ce" else config.loss, tokens, valid, p_hidden)
     if config.mode != "ce" and config.ce_weight:
-        value = value + config.ce_weight * loss_of("ce", reference, inside, p_hidden[:, :, :1])[0]
+        value = value + config.ce_weight * loss_of("ce", reference, labelled, p_hidden[:, :, :1])[0]
     return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
 
 

@@ -73,6 +73,8 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
             q_all.append(drafter.logits(proposal.hidden[b, a, 0]))
             tokens_all.append(torch.tensor(ids + [0] * pad))
             valid_all.append(torch.arange(W) < len(ids))
+            if mode == "ce":  # the target drew MASK or a row beyond the tokenizer: no label for q
+                valid_all[-1] &= tokens_all[-1] < target.num_tokens
     p, q_logits, tokens, valid = map(torch.stack, (p_all, q_all, tokens_all, valid_all))
     if mode == "ce":
         return losses.ce(q_logits, tokens, valid, config.ce_decay), valid.sum()
