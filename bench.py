@@ -32,15 +32,20 @@ class BenchConfig:
     )
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
-    repeats: int = flag(7, "timed repeats")
-    trunk_length: int = flag(512, "tree: tokens of the trunk")
-    num_anchors: int = flag(64, "tree: anchors")
-    num_branches: int = flag(1, "tree: branches per anchor")
-    num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it")
-    num_prompts: int = flag(16, "decode: held-out prompts, one at a time")
-    prompt_length: int = flag(64, "decode: tokens of a prompt")
-    max_new_tokens: int = flag(200, "decode: tokens generated per prompt")
+    repeats: int = flag(7, "timed repeats", low=1)
+    trunk_length: int = flag(512, "tree: tokens of the trunk", low=2)
+    num_anchors: int = flag(64, "tree: anchors", low=1)
+    num_branches: int = flag(1, "tree: branches per anchor", low=1)
+    num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
+    num_prompts: int = flag(16, "decode: held-out prompts, one at a time", low=1)
+    prompt_length: int = flag(64, "decode: tokens of a prompt", low=1)
+    max_new_tokens: int = flag(200, "decode: tokens generated per prompt", low=1)
     device: str = flag("cpu", "cpu or cuda")
+
+    def __post_init__(self):
+        data.check_low(self)
+        if self.num_anchors >= self.trunk_length:
+            raise ValueError("--num-anchors: fewer than --trunk-length are needed")
 
 
 def median_time(run, repeats: int) -> dict:

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import json
 import os
-import shutil
 import sys
 import sysconfig
 import zlib
@@ -37,18 +36,15 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 @contextlib.contextmanager
 def atomic(path):
-    """Write to a temporary name beside `path`, then rename (a file or a folder): never half of it
-    is seen."""
+    """Write to a temporary name beside `path`, then rename: never half of a file is seen."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = (path.with_name(f".{path.name}.{mark}") for mark in ("tmp", "old"))
-    for stale in (temporary, old):
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
-    yield temporary
-    if temporary.is_dir() and path.exists():
-        os.rename(path, old)
-    os.replace(temporary, path)
-    shutil.rmtree(old, ignore_errors=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_same(found: dict, wanted: dict, source) -> None:
@@ -73,9 +69,12 @@ def read_json(path) -> dict:
             f"{path} is missing" + ("" if path.parent.is_dir() else ": no such folder")
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
 
 
 def save_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
@@ -104,13 +103,21 @@ class Tokenizer:
     encoding: tiktoken.Encoding
     stop_ids: tuple[int, ...]
     pad_id: int
+    special_ids: frozenset[int]
 
     @property
     def num_tokens(self) -> int:
         return self.encoding.n_vocab
 
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode(text, disallowed_special=())
+    @property
+    def text_ids(self) -> set[int]:
+        """Ids that ordinary text is made of."""
+        return set(range(self.num_tokens)) - self.special_ids
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Special tokens spelled out in the text become their ids, unless special=False."""
+        allowed = "all" if special else set()
+        return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids) -> str:
         known = []
@@ -127,30 +134,12 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b if b in plain else next(stand_ins)): b for b in range(256)}
 
 
-def write_byte_tokenizer(folder) -> None:
-    """The toy's tokenizer files, as transformers reads them too: bytes, end 256, pad 257."""
-    special = {"<|endoftext|>": 256, "<|pad|>": 257}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    model = {"type": "BPE", "vocab": byte_alphabet() | special, "merges": []}
-    added = [{"id": i, "content": text} | flags for text, i in special.items()]
-    write_json(
-        Path(folder) / "tokenizer.json",
-        {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
-         "post_processor": None, "decoder": level, "model": model},
-    )  # fmt: skip
-    names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
-    names["tokenizer_class"] = "PreTrainedTokenizerFast"
-    write_json(Path(folder) / "tokenizer_config.json", names)
-    write_json(Path(folder) / "generation_config.json", {"eos_token_id": 256, "pad_token_id": 257})
-
-
 def load_tokenizer(folder) -> Tokenizer:
     """tokenizer.json of a byte-level BPE -> tiktoken; stop and pad ids from the files beside it."""
     folder = Path(folder)
     source = folder / "tokenizer.json"
     file = read_json(source)
-    if file["model"].get("type") != "BPE" or file.get("normalizer"):
+    if file.get("model", {}).get("type") != "BPE" or file.get("normalizer"):
         raise ValueError(f"{source}: only byte-level BPE without a normalizer is implemented")
     special = {token["content"]: token["id"] for token in file.get("added_tokens", ())}
     alphabet = byte_alphabet()
@@ -165,8 +154,9 @@ def load_tokenizer(folder) -> Tokenizer:
         raise ValueError(f"{source}: {error} is no byte-level character") from None
     stages = file.get("pre_tokenizer") or {}
     stages = stages.get("pretokenizers", [stages])
-    if stages[-1].get("type") != "ByteLevel" or len(stages) > 1:
-        raise ValueError(f"{source}: pre_tokenizer is not implemented, only ByteLevel")
+    plain = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
+    if len(stages) > 1 or any(stages[0].get(k, v) != v for k, v in plain.items()):
+        raise ValueError(f"{source}: pre_tokenizer is not implemented, only plain ByteLevel")
     encoding = tiktoken.Encoding(
         folder.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
@@ -175,7 +165,8 @@ def load_tokenizer(folder) -> Tokenizer:
     stop = found.get("eos_token_id")
     stop = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
     pad = found.get("pad_token_id")
-    return Tokenizer(encoding, stop, pad if pad is not None else (stop or (0,))[0])
+    pad = pad if pad is not None else (stop or (0,))[0]
+    return Tokenizer(encoding, stop, pad, frozenset(special.values()))
 
 
 # ------------------------------------------------------------------------------- corpus and prompts
@@ -183,7 +174,7 @@ def load_tokenizer(folder) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, split by file. `prompts` True: each text is a prompt as it is; False: prompts are cut
+    """Texts, split by file. `are_prompts` True: each text is a prompt as it is; False: prompts are cut
     from it."""
 
     train: list[str]
@@ -222,7 +213,7 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
         named = {}
         for file in files:
             for number, messages in enumerate(read_prompts(file, skip_bad_lines)):
-                named[f"{file.name}:{number}"] = messages[0]["content"]
+                named[f"{file.name}:{number}"] = first_prompt(messages)
         return _split(named, path, are_prompts=True)
     named = {}
     for file in files:
@@ -232,24 +223,19 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
             lines = text.splitlines(keepends=True)
             size = max(1, -(-len(lines) // 64))
             pieces = ["".join(lines[i : i + size]) for i in range(0, len(lines), size)]
-        named |= {
-            f"{file.relative_to(root.parent)}:{i:04d}": piece for i, piece in enumerate(pieces)
-        }
+        name = file.relative_to(root.parent)
+        named |= {f"{name}:{i:04d}": piece for i, piece in enumerate(pieces)}
     return _split(named, path)
 
 
 def read_prompts(path, skip_bad_lines: bool = False) -> list[list[dict]]:
-    """JSON Lines of the four public shapes -> conversations [{"role", "content"}, ...], the first a
-    prompt.
-
-    {"turns": [...]} · {"prompt": ...} · {"messages": [{role, content}]} · {"conversations": [{from,
-    value}]}
-    """
+    """JSON Lines of the four public shapes -> conversations [{"role", "content"}, ...]: {"turns"},
+    {"prompt"}, {"messages": [{role, content}]}, {"conversations": [{from, value}]}."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"prompt file {path} is missing")
     found, bad = [], 0
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -289,20 +275,21 @@ def _conversation(record: dict) -> list[dict]:
     return turns
 
 
+def first_prompt(messages: list[dict]) -> str:
+    """What a model without a chat template continues: system text and the first user's turn."""
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+    return "\n\n".join(m["content"] for m in messages[: first + 1])
+
+
 def pack(texts: list[str], tokenizer: Tokenizer) -> Tensor:
     """One long row of token ids (int16 or int32 to stay small), the end id after each text."""
     end = tokenizer.stop_ids[:1]
-    ids = np.concatenate([np.array([*tokenizer.encode(t), *end], np.int32) for t in texts])
+    ids = np.concatenate([np.array([*tokenizer.encode(t, False), *end], np.int32) for t in texts])
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
 
 def draw_prompts(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    count: int,
-    length: int,
-    seed: int,
-    are_prompts: bool = False,
+    texts: list[str], tokenizer: Tokenizer, count: int, length: int, seed: int, are_prompts=False
 ) -> list[list[int]]:
     """`count` prompts. From running text: `length` tokens from the start of a random line, texts
     weighted by size. From prompts: each as it is, those longer than `length` tokens left out and
@@ -322,7 +309,7 @@ def draw_prompts(
     for _ in range(50 * count):
         text = long_enough[generator.choice(len(sizes), p=sizes / sizes.sum())]
         start = text.rfind("\n", 0, int(generator.integers(0, len(text)))) + 1
-        ids = tokenizer.encode(text[start : start + 8 * length])[:length]
+        ids = tokenizer.encode(text[start : start + 8 * length], False)[:length]
         if len(ids) == length:
             prompts.append(ids)
         if len(prompts) == count:
@@ -335,8 +322,7 @@ def draw_prompts(
 
 @dataclass
 class References:
-    """n sequences the target wrote: tokens (n,T) right-padded, lengths (n,), prompt_lengths
-    (n,)."""
+    """n texts the target wrote: tokens (n,T) right-padded, lengths (n,), prompt_lengths (n,)."""
 
     tokens: Tensor
     lengths: Tensor
@@ -378,8 +364,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def flag(default, text: str, **metadata):
-    """A config field with its help text: the one place where its default stands."""
+    """A config field with its help text: the one place where its default stands. `low`: the least
+    value it may have; `choices`: all it may be."""
     return dataclasses.field(default=default, metadata={"help": text} | metadata)
+
+
+def check_low(config) -> None:
+    for field in dataclasses.fields(config):
+        low, value = field.metadata.get("low"), getattr(config, field.name)
+        if low is not None and not low <= value < float("inf"):
+            raise ValueError(f"--{field.name.replace('_', '-')} {value}: at least {low} is needed")
 
 
 def _suggest(word: str, known) -> str:
@@ -387,34 +381,35 @@ def _suggest(word: str, known) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-def check_keys(found: dict, config_class, source: str) -> None:
-    """An unknown key of our own run config is an error with a suggestion."""
-    known = {f.name for f in dataclasses.fields(config_class)}
-    for key in found:
+def check_values(found: dict, config_class, source: str) -> None:
+    """An unknown key of our own run config or a value of another kind is an error naming it."""
+    known = {f.name: f for f in dataclasses.fields(config_class)}
+    for key, value in found.items():
         if key not in known:
             raise ValueError(f"{source}: unknown key {key!r}{_suggest(key, known)}")
+        kind, choices = type(known[key].default), known[key].metadata.get("choices")
+        kinds = {float: (int, float), tuple: (list, tuple)}.get(kind, (kind,))
+        if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
+            raise ValueError(f"{source}: {key} = {value!r} is no {kind.__name__}")
+        if choices and value not in choices:
+            raise ValueError(f"{source}: {key} = {value!r}; there is {', '.join(choices)}")
 
 
 def parse_flags(config_class, description: str, argv=None, presets: dict | None = None):
-    """Flags from a frozen dataclass. Order of precedence: defaults, --preset, --config FILE,
-    flags."""
-    parser = _Parser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="a run config (JSON), as a run saves it")
+    """Flags of a frozen dataclass. Of defaults, --preset, --config FILE, flags the last wins."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=description, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
     if presets:
         parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
     for field in dataclasses.fields(config_class):
-        kind = type(field.default) if field.default is not None else str
-        name = "--" + field.name.replace("_", "-")
+        kind, name = type(field.default), "--" + field.name.replace("_", "-")
         text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
         options = dict(default=argparse.SUPPRESS, help=text)
         if kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
-        elif field.metadata.get("nargs"):
-            parser.add_argument(name, nargs=field.metadata["nargs"], type=str, **options)
+        elif kind is tuple:
+            parser.add_argument(name, nargs="+", **options)
         else:
             choices = field.metadata.get("choices")
             parser.add_argument(name, type=kind, choices=choices, **options)
@@ -426,12 +421,15 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
     values = dict((presets or {}).get(given.pop("preset", None), {}))
     if config_path := given.pop("config", None):
         found = read_json(config_path)
-        check_keys(found, config_class, config_path)
+        check_values(found, config_class, config_path)
         values |= found
-    try:
-        return config_class(**values | given)
-    except TypeError as error:
-        raise ValueError(f"bad value in the run config: {error}") from None
+    config = config_class(**values | given)
+    device = getattr(config, "device", "cpu")
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this torch sees no CUDA device")
+    return config
 
 
 def exit_code(main) -> int:
@@ -442,7 +440,7 @@ def exit_code(main) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except (ValueError, FileNotFoundError, OSError) as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("SPECOPD_TRACEBACK"):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

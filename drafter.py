@@ -18,6 +18,7 @@ DFlash.
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ class Sampling:
     top_p: float = 1.0  # 1 = off
 
     def __post_init__(self):
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}"
             )
@@ -86,7 +87,7 @@ class DrafterConfig:
     block_size: int  # b = W + 1
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None = None  # of the target it was trained for, if the file says
     is_causal: bool = False
 
     @property
@@ -94,8 +95,8 @@ class DrafterConfig:
         """W, the tokens proposed per block."""
         return self.block_size - 1
 
-    def check(self, target: Target, stop_ids=()) -> None:
-        """Everything by which a drafter can fail to fit its target, named."""
+    def check(self, target: Target, tokenizer=None) -> None:
+        """Everything by which a drafter can fail to fit its target (and tokenizer), named."""
         config, ids = target.config, self.target_layer_ids
         if self.is_causal:
             raise ValueError("is_causal = true is not implemented: the block is bidirectional")
@@ -107,8 +108,10 @@ class DrafterConfig:
         own["num_target_layers"] = self.num_target_layers
         for name, value in own.items():
             wanted = getattr(config, name.replace("target", "hidden"))
-            if value != wanted:
+            if value is not None and value != wanted:
                 raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
+        if self.layers.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers {self.layers.num_hidden_layers}: at least 1")
         if not ids or not all(0 <= i < config.num_hidden_layers for i in ids):
             raise ValueError(
                 f"target_layer_ids {list(ids)} are not layers 0..{config.num_hidden_layers - 1}"
@@ -117,8 +120,10 @@ class DrafterConfig:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is beyond vocab_size {config.vocab_size}"
             )
-        if self.mask_token_id in stop_ids:
+        if tokenizer and self.mask_token_id in (*tokenizer.stop_ids, tokenizer.pad_id):
             raise ValueError(f"mask_token_id {self.mask_token_id} is a stop or pad id")
+        if tokenizer and self.mask_token_id in tokenizer.text_ids:
+            print(f"warning: mask_token_id {self.mask_token_id} is an ordinary token of text")
 
     @classmethod
     def from_dict(cls, found: dict, source: str) -> "DrafterConfig":
@@ -136,10 +141,13 @@ class DrafterConfig:
         if inner.get("use_swa"):
             raise ValueError(f"{source}: dflash_config.use_swa is not implemented")
         causal = found.get("is_causal", inner.get("causal", False))
-        ids = tuple(inner["target_layer_ids"])
+        ids, numbers = inner["target_layer_ids"], [inner["mask_token_id"], *sizes]
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids + numbers):
+            raise ValueError(f"{source}: target_layer_ids {ids} must be a list of integers, "
+                             f"mask_token_id and block_size {numbers} integers")  # fmt: skip
         return cls(
-            ModelConfig.from_dict(found, source), sizes.pop(), inner["mask_token_id"], ids,
-            found.get("num_target_layers", max(ids) + 1), causal,
+            ModelConfig.from_dict(found, source), sizes.pop(), inner["mask_token_id"], tuple(ids),
+            found.get("num_target_layers"), causal,
         )  # fmt: skip
 
     def to_dict(self) -> dict:
@@ -231,6 +239,8 @@ class Drafter(nn.Module):
                 f"the trunk was tapped at layers {trunk.tap_ids}, "
                 f"the drafter reads {self.config.target_layer_ids}"
             )
+        if trunk.taps is None:
+            raise ValueError("this trunk keeps no taps: remember it before they are dropped")
         T = trunk.taps.shape[1]
         states = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
         states = [with_room(state, T + room) for state in states]

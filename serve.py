@@ -42,7 +42,7 @@ class Result:
     finish_reason: str = ""  # "stop" or "length"
     num_rounds: int = 0  # verifications by the target; prefill is none
     num_committed: int = 0  # tokens these rounds committed
-    accepted: list[int] = field(default_factory=list)  # accepted drafts of each round
+    accepted: list[int] = field(default_factory=list)  # accepted drafts of each round, up to a stop
 
     @property
     def acceptance_length(self) -> float:
@@ -106,8 +106,9 @@ def generate(
     draft = sampling if draft_temperature is None else Sampling(draft_temperature, top_k, top_p)
     if temperature == 0 and draft.temperature > 0:
         raise ValueError("at temperature 0 drafts are greedy too: leave draft_temperature out")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, at least 1 is needed")
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, at least 1 is needed")
     limit = target.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
         if not prompt:
@@ -138,29 +139,25 @@ def _generate_batch(
     noise = None
     # round r of a prompt takes noise[r]: W drafts, W acceptances, one token
     if sampling.temperature > 0:
-        generators = (
-            torch.Generator().manual_seed(seed * 1_000_003 + start + i) for i in range(len(prompts))
-        )
-        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators]).to(
-            device
-        )
+        seeds = (seed * 1_000_003 + start + i for i in range(len(prompts)))
+        generators = [torch.Generator().manual_seed(s) for s in seeds]
+        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators])
+        noise = noise.to(device)
 
     # prefill, and the first token
     rows = [torch.tensor(p) for p in prompts]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
-    trunk = target.prefill(tokens, lengths, room=max_new + 2 * (W + 1))
+    taps = drafter.config.target_layer_ids if drafter else ()
+    trunk = target.prefill(tokens, lengths, max_new + 2 * (W + 1), taps)
     memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
     last = trunk.hidden[torch.arange(len(prompts), device=device), lengths - 1]
     empty = lengths.new_zeros(len(prompts), 0)
     first_noise = None if noise is None else noise[:, 0, -1:]
     _, anchor = verify(target.head(last)[:, None], empty, None, sampling, first_noise)
-    trunk.hidden = trunk.taps = None
-    alive = [
-        i
-        for i, token in enumerate(anchor.tolist())
-        if _take(results[i], [token], [False], max_new, stop)
-    ]
+    trunk.hidden = trunk.taps = None  # from here on nobody reads them
+    pairs = zip(results, anchor.tolist())
+    alive = [i for i, (r, new) in enumerate(pairs) if _take(r, [new], [False], max_new, stop)]
     bar.update(len(results) - len(alive))
     if len(alive) < len(results):
         keep = torch.tensor(alive, dtype=torch.long, device=device)
@@ -172,21 +169,14 @@ def _generate_batch(
         round_number += 1
         u = None if noise is None else noise[:, round_number]  # (B, 2W+1)
         # 1. draft
-        # (B, 1): the anchor's position, not yet run by the target
-        at_anchor = trunk.lengths[:, None]
+        at_anchor = trunk.lengths[:, None]  # (B, 1) the anchor's position, not yet run
         trunk.tokens.scatter_(1, at_anchor, anchor[:, None])
         q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
         if drafter:
             memory.width = trunk.width
-            draft_noise = anchor.new_zeros(len(alive), W).float() if u is None else u[:, :W]
+            u_draft = anchor.new_zeros(len(alive), W).float() if u is None else u[:, :W]
             proposal = drafter.propose(
-                trunk,
-                at_anchor,
-                1,
-                draft,
-                draft_noise[:, None, None],
-                memory,
-                keep_probs=u is not None,
+                trunk, at_anchor, 1, draft, u_draft[:, None, None], memory, u is not None
             )
             drafts, q = proposal.tokens, proposal.drawn_from
         # 2. score the chain, 3. judge it
@@ -195,20 +185,18 @@ def _generate_batch(
         scored = target.score(trunk, tree)
         logits = target.head(scored.hidden[:, 0, 0])  # (B, W+1, V)
         q = None if q is None else q[:, 0, 0]
-        count, anchor = verify(
-            logits, drafts[:, 0, 0], q, sampling, None if u is None else u[:, W:]
-        )
+        u_judge = None if u is None else u[:, W:]
+        count, anchor = verify(logits, drafts[:, 0, 0], q, sampling, u_judge)
         # 4. commit
         trunk = target.commit(trunk, tree, scored, torch.where(chain <= count[:, None], chain, -1))
         if drafter:
             memory = drafter.extend(memory, scored.taps, at_anchor[:, 0])
-        # the one sync
+        # the round's one synchronisation with the host
         report = torch.cat([count[:, None], drafts[:, 0, 0], anchor[:, None]], 1).tolist()
         going = []
         for row, (accepted, *ids) in enumerate(report):
             result = results[alive[row]]
             result.num_rounds += 1
-            result.accepted.append(accepted)
             new = [*ids[:accepted], ids[-1]]
             if _take(result, new, [True] * accepted + [False], max_new, stop):
                 going.append(row)
@@ -227,6 +215,7 @@ def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, sto
         new, drafted = new[: stopped + 1], drafted[: stopped + 1]
     if result.num_rounds:
         result.num_committed += len(new)
+        result.accepted.append(sum(drafted))
     space = max_new - len(result.tokens)
     result.tokens += new[:space]
     result.drafted += drafted[:space]
@@ -345,7 +334,7 @@ def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
 class ServeConfig:
     target: str = data.flag("", "the target's folder")
     drafter: str = data.flag("", "the drafter's folder; without one, plain decoding")
-    prompt: tuple = data.flag((), "texts to continue", nargs="+")
+    prompt: tuple = data.flag((), "texts to continue")
     prompts: str = data.flag("", "a JSONL file of prompts to continue")
     max_new_tokens: int = data.flag(200, "tokens to generate per prompt")
     temperature: float = data.flag(0.0, "0 is greedy")
@@ -390,7 +379,7 @@ def main():
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     texts = list(config.prompt)
     if config.prompts:
-        texts += [messages[0]["content"] for messages in data.read_prompts(config.prompts)]
+        texts += [data.first_prompt(messages) for messages in data.read_prompts(config.prompts)]
     if not texts:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
     target = Target.from_pretrained(config.target, config.device)
@@ -398,7 +387,7 @@ def main():
     drafter = None
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
-        drafter.config.check(target, (*tokenizer.stop_ids, tokenizer.pad_id))
+        drafter.config.check(target, tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     how = dict(
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import References, read_json, save_tensors, write_json
+from data import References, byte_alphabet, read_json, save_tensors, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, ModelConfig, init_weights, load_weights
 from tree import ProposalTree, build_tree, causal_view
@@ -45,9 +45,9 @@ class Trunk:
     lengths: Tensor  # (B,) tokens run by the target
     states: list[Tensor]  # per layer, keys and values (B, S, 2, H_kv, D)
     tap_ids: tuple[int, ...]
-    width: int  # the longest row, known on the host
-    hidden: Tensor | None = None  # (B, T, C) final hidden, None while serving
-    taps: Tensor | None = None  # (B, T, len(tap_ids) * C), None while serving
+    width: int  # no row is longer; known on the host
+    hidden: Tensor | None = None  # (B, S, C) final hidden; None once serving has no use for it
+    taps: Tensor | None = None  # (B, S, len(tap_ids) * C), likewise
 
     def select(self, rows: Tensor) -> "Trunk":
         """The trunk of these rows only; serving drops the rows that have finished."""
@@ -65,6 +65,7 @@ class Scored:
 
     # (B, A, K, W+1, C) the hidden that gives p_1..p_{W+1}; meaningless where slots is -1
     hidden: Tensor
+    nodes: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[Tensor]  # per layer, keys and values of the nodes (B, N, 2, H_kv, D)
 
@@ -81,14 +82,11 @@ def at(values: Tensor, index: Tensor) -> Tensor:
 
 
 def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots; the new ones are zero, since masked is not
-    unread."""
+    """cache (B,S,...) with at least `width` slots; the new ones are zero: masked is not unread."""
     lack = width - cache.shape[1]
-    return (
-        cache
-        if lack <= 0
-        else torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
-    )
+    if lack <= 0:
+        return cache
+    return torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
 
 
 class Target(nn.Module):
@@ -116,17 +114,18 @@ class Target(nn.Module):
         return self.head(self.model(tokens, causal_view(*tokens.shape, tokens.device))[0])
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, lengths: Tensor, room: int = 0) -> Trunk:
-        """Run a right-padded batch tokens (B,T), lengths (B,); `room` extra slots to commit
-        into."""
+    def prefill(self, tokens: Tensor, lengths: Tensor, room: int = 0, tap_ids=None) -> Trunk:
+        """Run a right-padded batch tokens (B,T), lengths (B,). `room`: slots to commit into without
+        copying; `tap_ids`: the layers to tap, by default the target's own."""
         B, T = tokens.shape
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
+        tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
         view = causal_view(B, T, tokens.device)
-        hidden, taps, states = self.model(tokens, view, tap_ids=self.tap_ids)
-        tokens, *states = (with_room(t, T + room) for t in (tokens, *states))
-        return Trunk(tokens, lengths, states, self.tap_ids, longest, hidden, taps)
+        hidden, taps, states = self.model(tokens, view, tap_ids=tap_ids)
+        tokens, *states = (with_room(t, T + room) for t in (tokens.clone(), *states))
+        return Trunk(tokens, lengths, states, tap_ids, longest, hidden, taps)
 
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
@@ -137,10 +136,12 @@ class Target(nn.Module):
         node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
-        if trunk.hidden is not None:
+        if trunk.hidden is None and not tree.only_nodes:
+            raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
+        if not tree.only_nodes:
             on_trunk = at(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)
-        return Scored(hidden.view(B, A, K, W1, -1), taps, states)
+        return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
         """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""
@@ -149,25 +150,32 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def commit(self, trunk: Trunk, tree: ProposalTree, scored: Scored, path: Tensor) -> Trunk:
-        """The accepted nodes become trunk. path (B,P): node numbers in order, -1 from some column
-        on.
+        """The accepted nodes become trunk. path (B,P): node numbers in order, then -1.
 
-        Slots are written for all P columns; those of the -1 lie beyond the new length and are
-        leftovers. Writes touch no slot in use, so the old trunk stays valid.
+        Writes in place where there is room, so go on with the trunk returned and not the old one.
+        Slots are written for all P columns; those of the -1 lie beyond the new length: leftovers.
         """
-        counts = (path >= 0).sum(1)
-        P = path.shape[1]
         nodes = path.clamp(min=0)
-        slots = trunk.lengths[:, None] + torch.arange(P, device=path.device)
-        width = trunk.width + P
-        if trunk.tokens.shape[1] < width:  # more than was reserved: double it
-            tokens, *states = (with_room(t, 2 * width) for t in (trunk.tokens, *trunk.states))
-            trunk = replace(trunk, tokens=tokens, states=states)
-        place(trunk.tokens, tree.tokens.gather(1, nodes), slots)
-        for cache, new in zip(trunk.states, scored.states):
+        width = trunk.width + path.shape[1]
+        slots = trunk.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+
+        def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
+            if cache is None:
+                return None
+            if cache.shape[1] < width:  # more than was reserved: double it
+                cache = with_room(cache, 2 * width)
             place(cache, at(new, nodes), slots)
-        # while serving nobody reads hidden and taps of the trunk again: they end with the prefill
-        return replace(trunk, lengths=trunk.lengths + counts, width=width, hidden=None, taps=None)
+            return cache
+
+        return Trunk(
+            extended(trunk.tokens, tree.tokens),
+            trunk.lengths + (path >= 0).sum(1),
+            [extended(cache, new) for cache, new in zip(trunk.states, scored.states)],
+            trunk.tap_ids,
+            width,
+            extended(trunk.hidden, scored.nodes),
+            extended(trunk.taps, scored.taps),
+        )
 
     # -- making, loading, saving
 
@@ -193,14 +201,11 @@ class Target(nn.Module):
         load_weights(target, folder / "model.safetensors", device, dtype, tied=target.tied_names())
         if config.tie_word_embeddings:  # loading assigned them one by one
             target.lm_head.weight = target.model.embed_tokens.weight
-        tokenizer = folder / "tokenizer.json"
-        if tokenizer.is_file():
-            file = read_json(tokenizer)
-            ids = [
-                *file["model"]["vocab"].values(),
-                *(t["id"] for t in file.get("added_tokens", ())),
-            ]
-            target.num_tokens = min(max(ids) + 1, config.vocab_size)
+        if (folder / "tokenizer.json").is_file():
+            file = read_json(folder / "tokenizer.json")
+            ids = [token["id"] for token in file.get("added_tokens") or ()]
+            ids += (file.get("model") or {}).get("vocab", {}).values()
+            target.num_tokens = min(max(ids, default=config.vocab_size) + 1, config.vocab_size)
         return target.requires_grad_(False)
 
     def tied_names(self) -> dict[str, str]:
@@ -250,6 +255,24 @@ class Trunks:
             if self.cache
             else self._prefill(rows)
         )
+
+
+def write_byte_tokenizer(folder) -> None:
+    """The toy's tokenizer files, as transformers reads them too: bytes, end 256, pad 257."""
+    special = {"<|endoftext|>": 256, "<|pad|>": 257}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    model = {"type": "BPE", "vocab": byte_alphabet() | special, "merges": []}
+    added = [{"id": i, "content": text} | flags for text, i in special.items()]
+    write_json(
+        Path(folder) / "tokenizer.json",
+        {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
+         "post_processor": None, "decoder": level, "model": model},
+    )  # fmt: skip
+    names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(Path(folder) / "tokenizer_config.json", names)
+    write_json(Path(folder) / "generation_config.json", {"eos_token_id": 256, "pad_token_id": 257})
 
 
 def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, seed: int) -> float:

@@ -34,7 +34,7 @@ from data import References, flag
 from drafter import Drafter, Sampling
 from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
-from target import Target, Trunk, Trunks, train_toy
+from target import Target, Trunk, Trunks, train_toy, write_byte_tokenizer
 from tree import build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
@@ -43,72 +43,59 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class TrainConfig:
-    mode: str = flag(
-        "story", "story: everything below in order; or one way to train", choices=("story", *MODES)
-    )
-    out: str = flag(
-        "runs/toy", "folder of the run: target, references, drafters, logs, summary.json"
-    )
+    mode: str = flag("story", "everything in order, or one way to train", choices=("story", *MODES))
+    out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs, figures")
     seed: int = flag(0, "of everything drawn")
     device: str = flag("cpu", "cpu or cuda")
     target: str = flag("", "a target's folder; empty: train the toy")
     drafter: str = flag("", "the drafter to start from; empty: a fresh one")
     arch: str = flag("gqa", "the toy target's architecture", choices=("gqa",))
-    corpus: str = flag(
-        "", "text file or folder, or JSONL prompts; empty: the standard library's text"
-    )
+    corpus: str = flag("", "text file or folder, or JSONL prompts; empty: Python's own library")
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     # the toy target
-    target_steps: int = flag(750, "training steps of the toy target")
-    target_layers: int = flag(6, "its decoder layers")
-    target_length: int = flag(256, "tokens per training sequence")
+    target_steps: int = flag(750, "training steps of the toy target", low=1)
+    target_layers: int = flag(6, "its decoder layers", low=1)
+    target_length: int = flag(256, "tokens per training sequence", low=1)
     # references
     references: str = flag("", "references made before; empty: the target writes them, once")
-    num_references: int = flag(512, "how many")
-    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)")
-    response_length: int = flag(192, "tokens per response, at most")
+    num_references: int = flag(512, "how many", low=1)
+    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
+    response_length: int = flag(192, "tokens per response, at most", low=2)
     # the drafter
-    draft_layers: int = flag(2, "decoder layers of a fresh drafter")
-    block_size: int = flag(8, "b: the anchor and W = b - 1 drafts")
-    mask_token_id: int = flag(-1, "embedding row used as MASK; -1: the first beyond the tokenizer")
+    draft_layers: int = flag(0, "decoder layers; 0: the given drafter's, 2 for a fresh one", low=0)
+    block_size: int = flag(0, "b = W + 1; 0: the given drafter's, 8 for a fresh one", low=0)
+    mask_token_id: int = flag(-1, "MASK's embedding row; -1: the given drafter's, or a spare one")
     # training
-    warm_steps: int = flag(1000, "story: offline CE steps before the three ways part")
-    steps: int = flag(250, "training steps (story: of each way)")
-    batch_size: int = flag(8, "references per step")
-    num_anchors: int = flag(16, "A, anchors per reference")
-    num_branches: int = flag(2, "K, branches per anchor (specopd)")
-    branch_temperature: float = flag(1.0, "temperature that draws the branches")
-    loss_temperature: float = flag(
-        0.0, "temperature of p and q in the loss; 0: the branch temperature, or 1"
-    )
+    warm_steps: int = flag(1000, "story: offline CE steps before the three ways part", low=1)
+    steps: int = flag(250, "training steps (story: of each way)", low=1)
+    batch_size: int = flag(8, "references per step", low=1)
+    num_anchors: int = flag(16, "A, anchors per reference", low=1)
+    num_branches: int = flag(2, "K, branches per anchor (specopd)", low=1)
+    branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
+    loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
     loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
-    ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd")
-    ce_decay: float = flag(4.0, "gamma_0 of CE's position weights; 4 for W = 7, 7 for W = 15")
+    ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd", low=0)
+    ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0)
     merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
-    matrix_lr: float = flag(0.01, "Muon's learning rate, for matrices; 0: AdamW for everything")
-    lr: float = flag(1e-3, "AdamW's learning rate, for the rest")
+    matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
+    lr: float = flag(1e-3, "AdamW's rate, for the rest", low=0)
     warmup: int = flag(20, "steps of linear warm-up")
-    cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth")
-    clip: float = flag(1.0, "largest gradient norm")
-    cache_gib: float = flag(
-        2.0, "keep the references' trunks in memory if they need no more than this"
-    )
+    cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
+    clip: float = flag(1.0, "largest gradient norm", low=0)
+    cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
     # measuring and keeping
-    eval_every: int = flag(125, "steps between two measurements of AL")
-    eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training")
-    eval_tokens: int = flag(128, "tokens decoded per prompt")
-    save_every: int = flag(100, "steps between two checkpoints")
-    stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not")
+    eval_every: int = flag(125, "steps between two measurements of AL", low=1)
+    eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training", low=1)
+    eval_tokens: int = flag(128, "tokens decoded per prompt", low=1)
+    save_every: int = flag(100, "steps between two checkpoints", low=1)
+    stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
     def __post_init__(self):
-        whole = ("steps", "warm_steps", "batch_size", "num_anchors", "num_branches")
-        whole += ("prompt_length", "num_references")
-        whole += ("eval_every", "eval_prompts", "eval_tokens", "save_every")
-        for name in whole:
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        if self.response_length < 2:
-            raise ValueError("--response-length: at least 2, an anchor and a token after it")
+        data.check_low(self)
+        same = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
+        if self.loss == "e2e_al" and not (self.mode == "specopd" and same):
+            raise ValueError("--loss e2e_al needs branches that are drawn from the loss's own q: "
+                             "--mode specopd, and one temperature above 0 for both")  # fmt: skip
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode, not with the story")
 
@@ -146,7 +133,7 @@ def step_loss(
     ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1)
     reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
     inside = inside & until_stop(reference, stop_ids)
-    labelled = inside & drafter.proposable(reference)  # the target may have drawn what q never holds
+    labelled = inside & drafter.proposable(reference)  # p may draw what q never holds
     if config.mode == "specopd":
         sampling = Sampling(config.branch_temperature)
         proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, uniforms)
@@ -212,16 +199,19 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
-    out.mkdir(parents=True, exist_ok=True)
-    kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
-    with data.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
-        temporary.write_text("".join(kept))
-
+    elif (out / "model.safetensors").exists():
+        raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
     def save(step: int) -> None:
         with data.atomic(checkpoint) as temporary:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
             torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
 
+    if not checkpoint.is_file():
+        save(0)
+    kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
+    with data.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
+        temporary.write_text("".join(kept))
+    data.write_json(out / "run.json", dataclasses.asdict(config))
     end, als = min(config.steps, config.stop_after or config.steps), {}
     bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}")
     with open(out / "log.jsonl", "a", encoding="utf-8") as log:
@@ -255,7 +245,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                 save(step + 1)
     if end == config.steps:
         drafter.save_pretrained(out)
-        data.write_json(out / "summary.json", totals | {"config": same})
+        data.write_json(out / "summary.json", totals | als | {"config": same})
     return totals
 
 
@@ -264,7 +254,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
 
 def make_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
-    data.write_byte_tokenizer(folder)
+    write_byte_tokenizer(folder)
     tokenizer = data.load_tokenizer(folder)
     texts = (data.pack(part, tokenizer) for part in (corpus.train, corpus.held_out))
     toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers)
@@ -304,6 +294,8 @@ def stage(folder: Path, wanted: dict, make) -> dict:
         data.check_same(found["made_with"], wanted, folder)
         print(f"{folder} is there, kept")
         return found["result"]
+    if (folder / "model.safetensors").exists() and not (folder / "checkpoint.pt").exists():
+        raise ValueError(f"{folder} holds a model that this run did not make: choose another --out")
     result = make()
     data.write_json(done, {"made_with": wanted, "result": result})
     return result
@@ -319,6 +311,10 @@ def prepare(config: TrainConfig, out: Path):
         result = stage(folder, wanted, lambda: make_target(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
     target = Target.from_pretrained(folder, config.device)
+    longest = config.prompt_length + max(config.response_length, config.eval_tokens)
+    if longest > target.config.max_position_embeddings:
+        limit = target.config.max_position_embeddings
+        raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
     held = data.draw_prompts(
         corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1,
@@ -331,13 +327,19 @@ def prepare(config: TrainConfig, out: Path):
 
 def start_drafter(config: TrainConfig, target: Target, tokenizer) -> Drafter:
     """A float32 drafter to train: the one given, or a fresh one."""
+    mask = None if config.mask_token_id < 0 else config.mask_token_id
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
+        own = {"draft_layers": len(drafter.layers), "block_size": drafter.config.block_size}
+        own["mask_token_id"] = drafter.config.mask_token_id
+        for name, value in own.items():
+            if getattr(config, name) not in (0, -1, value):
+                given = f"--{name.replace('_', '-')} {getattr(config, name)}"
+                raise ValueError(f"{config.drafter} has {name} {value}: {given} cannot change it")
     else:
-        mask = None if config.mask_token_id < 0 else config.mask_token_id
-        drafter = Drafter.fresh(target, config.draft_layers, config.block_size, mask, config.seed)
-        drafter.to(config.device)
-    drafter.config.check(target, (*tokenizer.stop_ids, tokenizer.pad_id))
+        shape = config.draft_layers or 2, config.block_size or 8
+        drafter = Drafter.fresh(target, *shape, mask, config.seed).to(config.device)
+    drafter.config.check(target, tokenizer)
     return drafter
 
 

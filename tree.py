@@ -57,6 +57,7 @@ class ProposalTree:
     slots: Tensor  # (B, A, K, W+1) packed index, -1 where no p is needed
     num_trunk_slots: int  # T
     max_depth: int  # nodes on the longest chain
+    only_nodes: bool = False  # True: no slot lies on the trunk
 
     @property
     def num_nodes(self) -> int:
@@ -144,6 +145,7 @@ def build_tree(
         slots=places.view(B, A, K, W + 1),
         num_trunk_slots=T,
         max_depth=max(chains.shape[-1], 1),
+        only_nodes=include_anchor and not merge,
     )
 
 

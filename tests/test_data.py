@@ -9,11 +9,12 @@ import torch
 import data
 from data import References
 from model import load_weights
+from target import write_byte_tokenizer
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    data.write_byte_tokenizer(tmp_path / "tokenizer")
+    write_byte_tokenizer(tmp_path / "tokenizer")
     return data.load_tokenizer(tmp_path / "tokenizer")
 
 
@@ -27,10 +28,12 @@ def test_the_embedded_corpus_is_split_by_file():
 
 
 def test_the_byte_tokenizer_is_exact_on_any_text_and_never_crashes(tokenizer):
-    texts = ("def f(x):\n\treturn ¼é", "世界 👩‍💻", "  \n\n   a", "e\u0301", "<|endoftext|>", "")
+    texts = ("def f(x):\n\treturn ¼é", "世界 👩‍💻", "  \n\n   a", "e\u0301", "")
     for text in texts:
         assert tokenizer.encode(text) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("<|endoftext|>") == [256]
+    assert tokenizer.encode("<|endoftext|>", special=False) == list(b"<|endoftext|>")
     assert tokenizer.decode([72, 105, 256, 300, 10**9]) == "Hi<|endoftext|>"
     assert tokenizer.num_tokens == 258 and tokenizer.stop_ids == (256,)
 
@@ -116,13 +119,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         temporary.write_text("half")
         raise RuntimeError
     assert data.read_json(path) == {"a": 1}
-    with data.atomic(tmp_path / "folder") as temporary:
-        temporary.mkdir()
-        (temporary / "one").write_text("1")
-    with data.atomic(tmp_path / "folder") as temporary:
-        temporary.mkdir()
-        (temporary / "two").write_text("2")
-    assert [f.name for f in (tmp_path / "folder").iterdir()] == ["two"]
+    assert [f.name for f in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_weights_are_loaded_loudly(tmp_path):
@@ -145,9 +142,10 @@ def test_weights_are_loaded_loudly(tmp_path):
 
 @dataclass(frozen=True)
 class Flags:
-    num_steps: int = data.flag(3, "steps")
+    num_steps: int = data.flag(3, "steps", low=1)
     merge: bool = data.flag(True, "merge")
     name: str = data.flag("x", "a 100% name")
+    kind: str = data.flag("a", "kind", choices=("a", "b"))
 
 
 def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, capsys):
@@ -159,6 +157,25 @@ def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, c
     with pytest.raises(SystemExit) as error:
         data.parse_flags(Flags, "", ["--num-step", "4"])
     assert error.value.code == 2 and "did you mean --num-steps?" in capsys.readouterr().err
-    path.write_text('{"num_setps": 5}')
-    with pytest.raises(ValueError, match="did you mean num_steps"):
-        data.parse_flags(Flags, "", ["--config", str(path)])
+    for text, word in [
+        ('{"num_setps": 5}', "did you mean num_steps"), ('{"num_steps": "5"}', "num_steps = '5'"),
+        ('{"num_steps": 2.5}', "no int"), ('{"merge": 1}', "no bool"), ("[1]", "no JSON object"),
+        ('{"num_steps": true}', "no int"), ('{"kind": "c"}', "there is a, b"),
+    ]:  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=word):
+            data.parse_flags(Flags, "", ["--config", str(path)])
+    with pytest.raises(ValueError, match="--num-steps 0: at least 1"):
+        data.check_low(Flags(num_steps=0))
+
+
+def test_separators_of_lines_inside_a_string_do_not_cut_it(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b\u0085c"}\n', encoding="utf-8")
+    assert data.read_prompts(path) == [[{"role": "user", "content": "a\u2028b\u0085c"}]]
+
+
+def test_a_prompt_is_the_system_text_and_the_first_turn():
+    turns = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
+    assert data.first_prompt(turns) == "system\n\nuser"
+    assert data.first_prompt(turns[1:]) == "user"

@@ -258,6 +258,15 @@ def test_loading_sets_the_taps_it_was_trained_with(tmp_path, target):
         loaded.block(stale, torch.tensor([[2]]))
 
 
+def test_a_folder_that_does_not_count_the_targets_layers_loads(tmp_path, target, drafter):
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["num_target_layers"]
+    path.write_text(json.dumps(config))
+    assert Drafter.from_pretrained(tmp_path, target).config.num_target_layers is None
+
+
 @pytest.mark.parametrize(
     "change, word",
     [
@@ -273,6 +282,9 @@ def test_loading_sets_the_taps_it_was_trained_with(tmp_path, target):
         ),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),
         ({"is_causal": True}, "is_causal"),
+        ({"dflash_config": {"mask_token_id": 22, "target_layer_ids": 1}}, "target_layer_ids 1"),
+        ({"dflash_config": {"mask_token_id": 22, "target_layer_ids": []}}, "target_layer_ids"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "layers.2"),
         ({"num_hidden_layers": 1}, "layers.1"),
         ({"intermediate_size": 64}, r"\(64, 32\)"),
@@ -289,8 +301,11 @@ def test_a_drafter_folder_that_does_not_fit_is_an_error_that_names_it(
 
 
 def test_mask_equal_to_a_stop_id_is_an_error(target, drafter):
-    with pytest.raises(ValueError, match="stop"):
-        drafter.config.check(target, stop_ids=(22,))
+    class Tokenizer:
+        stop_ids, pad_id, text_ids = (22,), 0, {1, 2, 3}
+
+    with pytest.raises(ValueError, match="stop or pad"):
+        drafter.config.check(target, Tokenizer)
     full = small_target()
     full.num_tokens = SMALL["vocab_size"]
     with pytest.raises(ValueError, match="spare row"):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, small_drafter, small_target
 
-from data import write_byte_tokenizer
+from target import write_byte_tokenizer
 
 
 def run(*arguments, cwd=ROOT):
@@ -73,7 +73,16 @@ def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
         (["train.py", "--corpus", "BAD"], "bad.jsonl:2"),
         (["train.py", "--config", "KEYS"], "num_anchors"),
         (["train.py", "--target", "nowhere"], "nowhere"),
+        (["train.py", "--config", "MODE"], "mode = 'sft'"),
+        (["train.py", "--target", "T", "--eval-tokens", "40"], "exceed"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--device", "tpu"], "--device"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--device", "cuda"], "CUDA"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--temperature", "nan"], "temperature"),
+        (["serve.py", "--target", "LIST", "--prompt", "a"], "no JSON object"),
         (["bench.py", "swim"], "swim"),
+        (["bench.py", "tree", "--repeats", "0"], "--repeats"),
+        (["bench.py", "tree", "--trunk-length", "20"], "--num-anchors"),
+        (["bench.py", "decode"], "--target"),
     ],
 )
 def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, arguments, word):
@@ -92,8 +101,12 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     (tmp_path / "keys.json").write_text('{"num_anchor": 3}')
+    (tmp_path / "mode.json").write_text('{"mode": "sft"}')
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list/config.json").write_text("[]")
     names = {"T": target, "CUT": cut, "SHAPE": shape, "EMPTY": tmp_path / "empty.txt",
-             "BAD": tmp_path / "bad.jsonl", "KEYS": tmp_path / "keys.json"}  # fmt: skip
+             "BAD": tmp_path / "bad.jsonl", "KEYS": tmp_path / "keys.json",
+             "MODE": tmp_path / "mode.json", "LIST": tmp_path / "list"}  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     script, *rest = [names.get(a, a) for a in arguments]
     done = run(ROOT / script, *rest, cwd=tmp_path)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import SMALL, randomise, small_target
 
-from data import load_tokenizer, write_byte_tokenizer
+from data import load_tokenizer
 from model import ModelConfig, rotary, rotate
-from target import Target
+from target import Target, write_byte_tokenizer
 
 
 def test_a_saved_target_opens_in_transformers_with_the_same_logits(tmp_path):
@@ -27,6 +27,8 @@ def test_a_saved_target_opens_in_transformers_with_the_same_logits(tmp_path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         ours = load_tokenizer(folder)
         assert tokenizer(text)["input_ids"] == ours.encode(text) == list(text.encode())
+        special = "a<|endoftext|> b<|pad|>"
+        assert tokenizer(special)["input_ids"] == ours.encode(special)
         assert (
             ours.decode(ours.encode(text)) == text
             and ours.stop_ids == (256,)

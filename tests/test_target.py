@@ -57,10 +57,36 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
             assert trunk.lengths[row] == len(committed)
             assert trunk.tokens[row, : len(committed)].tolist() == committed
             fresh = target.prefill(torch.tensor([committed]), torch.tensor([len(committed)]))
-            for cache, alone in zip(trunk.states, fresh.states):
+            kept, wanted = ([*t.states, t.hidden, t.taps] for t in (trunk, fresh))
+            for cache, alone in zip(kept, wanted):
                 torch.testing.assert_close(
                     cache[row, : len(committed)], alone[0], atol=1e-5, rtol=0
                 )
+    anchors, branches = torch.tensor([[2, 5]] * 4), torch.randint(0, 20, (4, 2, 3, W))
+    tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches)
+    slow = target.prefill(trunk.tokens, trunk.lengths)
+    torch.testing.assert_close(
+        target.branch_probs(trunk, tree), target.branch_probs(slow, tree), atol=1e-5, rtol=0
+    )
+
+
+def test_a_trunk_without_hidden_states_says_so(target):
+    tokens, lengths = text(1, 9), torch.tensor([9])
+    trunk = target.prefill(tokens, lengths)
+    trunk.hidden = None
+    tree = build_tree(tokens, lengths, torch.tensor([[3]]), text(1, W).view(1, 1, 1, W))
+    with pytest.raises(ValueError, match="hidden"):
+        target.score(trunk, tree)
+
+
+def test_the_callers_tokens_are_not_written_to(target):
+    tokens = torch.full((1, 30), 7)
+    trunk = target.prefill(tokens, torch.tensor([9]))
+    drafts = text(1, W).view(1, 1, 1, W)
+    anchor = trunk.lengths[:, None]
+    tree = build_tree(trunk.tokens[:, :10], trunk.lengths, anchor, drafts, False, True)
+    target.commit(trunk, tree, target.score(trunk, tree), torch.arange(W + 1)[None])
+    assert (tokens == 7).all()
 
 
 def test_a_tap_is_the_output_of_its_layer_before_the_final_norm(target):
@@ -109,7 +135,7 @@ def test_a_fresh_toy_depends_on_its_seed_alone():
 
 
 def test_rows_beyond_the_tokenizer_are_known(tmp_path):
-    from data import write_byte_tokenizer
+    from target import write_byte_tokenizer
 
     target = small_target(vocab_size=264)
     target.save_pretrained(tmp_path)

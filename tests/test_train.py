@@ -91,7 +91,7 @@ def test_a_step_is_what_every_branch_alone_would_give(mode, merge):
     assert (batch[1] >= 0).any()
     value, figures = step_loss(config, drafter, *batch, STOP)
     slow, supervised = by_hand(mode, config, target, drafter, *batch)
-    assert figures["supervised"] == supervised
+    assert figures["supervised"] == supervised and value.isfinite()
     torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
     weights = list(drafter.parameters())
     for got, want in zip(torch.autograd.grad(value, weights), torch.autograd.grad(slow, weights)):
@@ -105,7 +105,7 @@ def test_a_label_off_by_one_is_noticed(monkeypatch):
     value, _ = step_loss(CE, drafter, trunk, anchors, uniforms, STOP)
     moved = dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1))
     shifted, _ = step_loss(CE, drafter, moved, anchors, uniforms, STOP)
-    assert abs(value - shifted) > 1e-2
+    assert value.isfinite() and shifted.isfinite() and abs(value - shifted) > 1e-2
 
 
 def test_until_stop_keeps_the_first_stop_token():
@@ -176,6 +176,40 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_back(tmp_path):
         log.write('{"step": 3, "loss": 9.9}\n{"step": 4, "lo')
     _, log = run(tmp_path, "ce", [0])
     assert [r["step"] for r in log] == [1, 2, 3, 4] and all(r["loss"] != 9.9 for r in log)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    target, _ = setup()
+    small_drafter(target).save_pretrained(tmp_path / "ce")
+    before = (tmp_path / "ce/model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="another --out"):
+        run(tmp_path / "ce", "ce", [0])
+    with pytest.raises(ValueError, match="another --out"):
+        training.stage(tmp_path / "ce", {}, lambda: 1 / 0)
+    assert (tmp_path / "ce/model.safetensors").read_bytes() == before
+
+
+def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
+    target, _ = setup()
+    small_drafter(target).save_pretrained(tmp_path)
+    for change in (dict(block_size=7), dict(draft_layers=3), dict(mask_token_id=23)):
+        config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
+        with pytest.raises(ValueError, match=next(iter(change))):
+            training.start_drafter(config, target, None)
+    same = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
+    assert training.start_drafter(same, target, None).config.block_size == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(steps=0), dict(response_length=1), dict(loss_temperature=-1.0), dict(clip=float("nan")),
+     dict(loss="e2e_al", mode="e2e"), dict(loss="e2e_al", branch_temperature=0.0),
+     dict(loss="e2e_al", loss_temperature=0.5), dict(mode="story", stop_after=2)],
+)  # fmt: skip
+def test_settings_without_a_meaning_are_errors(change):
+    with pytest.raises(ValueError):
+        dataclasses.replace(CONFIG, **change)
+    dataclasses.replace(CONFIG, loss="e2e_al")
 
 
 def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(tmp_path):
