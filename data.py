@@ -174,8 +174,7 @@ def load_tokenizer(folder) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, split by file. `are_prompts` True: each text is a prompt as it is; False: prompts are cut
-    from it."""
+    """Texts, split by file. `are_prompts`: each is a prompt as it is, else prompts are cut out."""
 
     train: list[str]
     held_out: list[str]

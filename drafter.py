@@ -297,19 +297,26 @@ class Drafter(nn.Module):
         (B,A,K,W)."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
-        uniforms = generator
-        if not isinstance(uniforms, Tensor):
-            device = "cpu" if generator is None else generator.device
-            uniforms = torch.rand(shape, generator=generator, device=device)
-        uniforms = uniforms.to(hidden.device).transpose(2, 3).flatten(0, 1)  # (B*A, W, K)
         rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
+        greedy = sampling.temperature == 0 and not keep_probs  # nothing to draw
+        if not greedy:
+            uniforms = generator
+            if not isinstance(uniforms, Tensor):
+                device = "cpu" if generator is None else generator.device
+                uniforms = torch.rand(shape, generator=generator, device=device)
+            uniforms = uniforms.to(hidden.device).transpose(2, 3).flatten(0, 1)  # (B*A, W, K)
         size = max(1, DRAW_ELEMENTS // (shape[-1] * self.config.layers.vocab_size))
         drawn, kept = [], []
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
-                q = sampling.probs(self.logits(rows[start : start + size]))
-                drawn.append(draw(q, uniforms[start : start + size]))
-                kept.append(q if keep_probs else None)
+                logits = self.logits(rows[start : start + size])
+                if greedy:
+                    drawn.append(logits.argmax(-1, keepdim=True).expand(-1, -1, num_branches))
+                    continue
+                kept.append(sampling.probs(logits))
+                drawn.append(draw(kept[-1], uniforms[start : start + size]))
+                if not keep_probs:
+                    kept.clear()
         tokens = torch.cat(drawn).transpose(1, 2).reshape(shape)
         q = torch.cat(kept).view(*shape[:2], 1, shape[3], -1) if keep_probs else None
         return Proposal(tokens, hidden[:, :, None], sampling, self, q)

@@ -174,9 +174,9 @@ def _generate_batch(
         q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
         if drafter:
             memory.width = trunk.width
-            u_draft = anchor.new_zeros(len(alive), W).float() if u is None else u[:, :W]
+            u_draft = None if u is None else u[:, None, None, :W]
             proposal = drafter.propose(
-                trunk, at_anchor, 1, draft, u_draft[:, None, None], memory, u is not None
+                trunk, at_anchor, 1, draft, u_draft, memory, keep_probs=u is not None
             )
             drafts, q = proposal.tokens, proposal.drawn_from
         # 2. score the chain, 3. judge it

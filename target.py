@@ -30,7 +30,7 @@ from tree import ProposalTree, build_tree, causal_view
 
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
     "gqa": ModelConfig(
-        vocab_size=264, hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+        vocab_size=264, hidden_size=128, intermediate_size=384, num_hidden_layers=7,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
     ),
 }  # fmt: skip
