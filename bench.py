@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 import data
+import files
 import serve
-from data import flag
 from drafter import Drafter, Sampling
+from files import flag
 from target import Target
 from tree import build_tree
 
@@ -43,7 +44,7 @@ class BenchConfig:
     device: str = flag("cpu", "cpu or cuda")
 
     def __post_init__(self):
-        data.check_low(self)
+        files.check_low(self)
         if self.num_anchors >= self.trunk_length:
             raise ValueError("--num-anchors: fewer than --trunk-length are needed")
 
@@ -228,15 +229,15 @@ COMMANDS = {"tree": bench_tree, "decode": bench_decode}
 def main():
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
-        data.parse_flags(BenchConfig, __doc__, ["--help"])
+        files.parse_flags(BenchConfig, __doc__, ["--help"])
     if command not in COMMANDS:
         raise ValueError(f"bench.py {command}: there is {', '.join(COMMANDS)}")
-    config = data.parse_flags(BenchConfig, __doc__, sys.argv[2:])
+    config = files.parse_flags(BenchConfig, __doc__, sys.argv[2:])
     figures = COMMANDS[command](config)
     path = Path(config.out) / "summary.json"
-    before = data.read_json(path) if path.is_file() else {}
-    data.write_json(path, before | {command: figures | {"config": dataclasses.asdict(config)}})
+    before = files.read_json(path) if path.is_file() else {}
+    files.write_json(path, before | {command: figures | {"config": dataclasses.asdict(config)}})
 
 
 if __name__ == "__main__":
-    sys.exit(data.exit_code(main))
+    sys.exit(files.exit_code(main))

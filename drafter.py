@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data import read_json, save_tensors, write_json
+from files import read_json, save_tensors, write_json
 from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, load_weights, rotary
 from target import Target, Trunk, place, with_room
 from tree import block_view

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import open_tensors
+from files import open_tensors
 from tree import View, causal_view
 
 # Config fields that change the arithmetic and are not implemented: {field: the values that leave it

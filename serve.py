@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import data
+import files
 from drafter import Drafter, Sampling, draw
 from target import Target
 from tree import build_tree
@@ -332,24 +333,24 @@ def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    target: str = data.flag("", "the target's folder")
-    drafter: str = data.flag("", "the drafter's folder; without one, plain decoding")
-    prompt: tuple = data.flag((), "texts to continue")
-    prompts: str = data.flag("", "a JSONL file of prompts to continue")
-    max_new_tokens: int = data.flag(200, "tokens to generate per prompt")
-    temperature: float = data.flag(0.0, "0 is greedy")
-    top_k: int = data.flag(0, "sample among the k likeliest tokens only; 0 is off")
-    top_p: float = data.flag(
+    target: str = files.flag("", "the target's folder")
+    drafter: str = files.flag("", "the drafter's folder; without one, plain decoding")
+    prompt: tuple = files.flag((), "texts to continue")
+    prompts: str = files.flag("", "a JSONL file of prompts to continue")
+    max_new_tokens: int = files.flag(200, "tokens to generate per prompt")
+    temperature: float = files.flag(0.0, "0 is greedy")
+    top_k: int = files.flag(0, "sample among the k likeliest tokens only; 0 is off")
+    top_p: float = files.flag(
         1.0, "sample among the likeliest tokens that make up this share; 1 is off"
     )
-    batch_size: int = data.flag(32, "prompts decoded at once")
-    seed: int = data.flag(0, "of everything drawn")
-    compare: bool = data.flag(
+    batch_size: int = files.flag(32, "prompts decoded at once")
+    seed: int = files.flag(0, "of everything drawn")
+    compare: bool = files.flag(
         True, "decode plainly too, for the speed-up and as a check of the text"
     )
-    color: str = data.flag("auto", "mark accepted drafts by colour, or by [brackets]",
+    color: str = files.flag("auto", "mark accepted drafts by colour, or by [brackets]",
                            choices=("auto", "always", "never"))  # fmt: skip
-    device: str = data.flag("cpu", "cpu or cuda")
+    device: str = files.flag("cpu", "cpu or cuda")
 
 
 def marked(result: Result, tokenizer, color: bool) -> str:
@@ -374,7 +375,7 @@ def _timed(run) -> tuple[list[Result], float]:
 
 
 def main():
-    config = data.parse_flags(ServeConfig, __doc__)
+    config = files.parse_flags(ServeConfig, __doc__)
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     texts = list(config.prompt)
@@ -430,4 +431,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(data.exit_code(main))
+    sys.exit(files.exit_code(main))

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import References, byte_alphabet, read_json, save_tensors, write_json
+from data import References, byte_alphabet
+from files import read_json, save_tensors, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, ModelConfig, init_weights, load_weights
 from tree import ProposalTree, build_tree, causal_view

@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import data
+import files
 import loss as losses
-from data import References, flag
+from data import References
 from drafter import Drafter, Sampling
+from files import flag
 from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
 from target import Target, Trunk, Trunks, train_toy, write_byte_tokenizer
@@ -91,7 +93,7 @@ class TrainConfig:
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
     def __post_init__(self):
-        data.check_low(self)
+        files.check_low(self)
         same = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
         if self.loss == "e2e_al" and not (self.mode == "specopd" and same):
             raise ValueError("--loss e2e_al needs branches that are drawn from the loss's own q: "
@@ -194,7 +196,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         except Exception as error:  # torch raises many kinds for a damaged file
             damage = type(error).__name__
             raise ValueError(f"{checkpoint} is damaged ({damage}): remove it") from None
-        data.check_same(saved["same"], same, checkpoint)
+        files.check_same(saved["same"], same, checkpoint)
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
@@ -202,16 +204,16 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
     def save(step: int) -> None:
-        with data.atomic(checkpoint) as temporary:
+        with files.atomic(checkpoint) as temporary:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
             torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
 
     if not checkpoint.is_file():
         save(0)
     kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
-    with data.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
+    with files.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
         temporary.write_text("".join(kept))
-    data.write_json(out / "run.json", dataclasses.asdict(config))
+    files.write_json(out / "run.json", dataclasses.asdict(config))
     end, als = min(config.steps, config.stop_after or config.steps), {}
     bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}")
     with open(out / "log.jsonl", "a", encoding="utf-8") as log:
@@ -245,7 +247,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                 save(step + 1)
     if end == config.steps:
         drafter.save_pretrained(out)
-        data.write_json(out / "summary.json", totals | als | {"config": same})
+        files.write_json(out / "summary.json", totals | als | {"config": same})
     return totals
 
 
@@ -290,14 +292,14 @@ def stage(folder: Path, wanted: dict, make) -> dict:
     """Do a stage once: it is done when its stage.json is there, and must have been made alike."""
     done = folder / "stage.json"
     if done.is_file():
-        found = data.read_json(done)
-        data.check_same(found["made_with"], wanted, folder)
+        found = files.read_json(done)
+        files.check_same(found["made_with"], wanted, folder)
         print(f"{folder} is there, kept")
         return found["result"]
     if (folder / "model.safetensors").exists() and not (folder / "checkpoint.pt").exists():
         raise ValueError(f"{folder} holds a model that this run did not make: choose another --out")
     result = make()
-    data.write_json(done, {"made_with": wanted, "result": result})
+    files.write_json(done, {"made_with": wanted, "result": result})
     return result
 
 
@@ -389,7 +391,7 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
             for base in ("start", "ce") if name in MODES else ():
                 entry[f"over_{base}_t{t:g}"] = gain(here, rows[base][t])
     summary = {"config": dataclasses.asdict(config), "rows": entries}
-    data.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
+    files.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
 
     def shown(gain: dict) -> str:
         return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
@@ -428,7 +430,7 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
 
 
 def main():
-    config = data.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":
@@ -440,4 +442,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(data.exit_code(main))
+    sys.exit(files.exit_code(main))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import data
+import files
 from data import References
 from model import load_weights
 from target import write_byte_tokenizer
@@ -112,13 +113,13 @@ def test_references_round_trip_and_say_how_they_were_made(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
-    data.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        data.write_json(path, {"a": object()})
-    with pytest.raises(RuntimeError), data.atomic(path) as temporary:
+        files.write_json(path, {"a": object()})
+    with pytest.raises(RuntimeError), files.atomic(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    assert data.read_json(path) == {"a": 1}
+    assert files.read_json(path) == {"a": 1}
     assert [f.name for f in tmp_path.iterdir()] == ["x.json"]
 
 
@@ -130,7 +131,7 @@ def test_weights_are_loaded_loudly(tmp_path):
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"\(3, 2\)"),
         ({n: torch.zeros(s) for n, s in dict(weight=(2, 3), bias=2, more=1).items()}, "more"),
     ]:
-        data.save_tensors(path, tensors)
+        files.save_tensors(path, tensors)
         with pytest.raises(ValueError, match=word):
             load_weights(module, path)
     path.write_bytes(path.read_bytes()[:-5])
@@ -142,20 +143,20 @@ def test_weights_are_loaded_loudly(tmp_path):
 
 @dataclass(frozen=True)
 class Flags:
-    num_steps: int = data.flag(3, "steps", low=1)
-    merge: bool = data.flag(True, "merge")
-    name: str = data.flag("x", "a 100% name")
-    kind: str = data.flag("a", "kind", choices=("a", "b"))
+    num_steps: int = files.flag(3, "steps", low=1)
+    merge: bool = files.flag(True, "merge")
+    name: str = files.flag("x", "a 100% name")
+    kind: str = files.flag("a", "kind", choices=("a", "b"))
 
 
 def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, capsys):
-    assert data.parse_flags(Flags, "", []) == Flags()
+    assert files.parse_flags(Flags, "", []) == Flags()
     path = tmp_path / "run.json"
     path.write_text('{"num_steps": 5, "name": "y"}')
     given = ["--config", str(path), "--name", "z", "--no-merge"]
-    assert data.parse_flags(Flags, "", given) == Flags(5, False, "z")
+    assert files.parse_flags(Flags, "", given) == Flags(5, False, "z")
     with pytest.raises(SystemExit) as error:
-        data.parse_flags(Flags, "", ["--num-step", "4"])
+        files.parse_flags(Flags, "", ["--num-step", "4"])
     assert error.value.code == 2 and "did you mean --num-steps?" in capsys.readouterr().err
     for text, word in [
         ('{"num_setps": 5}', "did you mean num_steps"), ('{"num_steps": "5"}', "num_steps = '5'"),
@@ -164,9 +165,9 @@ def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, c
     ]:  # fmt: skip
         path.write_text(text)
         with pytest.raises(ValueError, match=word):
-            data.parse_flags(Flags, "", ["--config", str(path)])
+            files.parse_flags(Flags, "", ["--config", str(path)])
     with pytest.raises(ValueError, match="--num-steps 0: at least 1"):
-        data.check_low(Flags(num_steps=0))
+        files.check_low(Flags(num_steps=0))
 
 
 def test_separators_of_lines_inside_a_string_do_not_cut_it(tmp_path):

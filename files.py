@@ -1,0 +1,177 @@
+"""Files and flags: what every command shares, and none of it is about speculative decoding.
+
+Files are written under a temporary name and renamed; tensors go through safetensors. Command-line
+flags derive from a frozen dataclass, so that a default stands once. Whatever a user can get wrong
+is a ValueError or an OSError that says what was given and what is accepted, and `exit_code` turns
+it into one line and code 2.
+
+    pytest tests/test_data.py
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+# ------------------------------------------------------------------------------------ files, safely
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Write to a temporary name beside `path`, then rename: never half of a file is seen."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_same(found: dict, wanted: dict, source) -> None:
+    """What was made before must have been made alike; the first field that differs is named."""
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise ValueError(
+                f"{source} was made with {key} = {found.get(key)!r}, this run has {value!r}: "
+                "choose another --out or remove it"
+            )
+
+
+def write_json(path, value) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path) -> dict:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing" + ("" if path.parent.is_dir() else ": no such folder")
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def save_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
+    metadata = {"format": "pt"} | {k: json.dumps(v) for k, v in (metadata or {}).items()}
+    with atomic(path) as temporary:
+        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata)
+
+
+def open_tensors(path):
+    """`safetensors.safe_open` with errors that name the file."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+# --------------------------------------------------------------------------------- flags and errors
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def flag(default, text: str, **metadata):
+    """A config field with its help text: the one place where its default stands. `low`: the least
+    value it may have; `choices`: all it may be."""
+    return dataclasses.field(default=default, metadata={"help": text} | metadata)
+
+
+def check_low(config) -> None:
+    for field in dataclasses.fields(config):
+        low, value = field.metadata.get("low"), getattr(config, field.name)
+        if low is not None and not low <= value < float("inf"):
+            raise ValueError(f"--{field.name.replace('_', '-')} {value}: at least {low} is needed")
+
+
+def _suggest(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def check_values(found: dict, config_class, source: str) -> None:
+    """An unknown key of our own run config or a value of another kind is an error naming it."""
+    known = {f.name: f for f in dataclasses.fields(config_class)}
+    for key, value in found.items():
+        if key not in known:
+            raise ValueError(f"{source}: unknown key {key!r}{_suggest(key, known)}")
+        kind, choices = type(known[key].default), known[key].metadata.get("choices")
+        kinds = {float: (int, float), tuple: (list, tuple)}.get(kind, (kind,))
+        if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
+            raise ValueError(f"{source}: {key} = {value!r} is no {kind.__name__}")
+        if choices and value not in choices:
+            raise ValueError(f"{source}: {key} = {value!r}; there is {', '.join(choices)}")
+
+
+def parse_flags(config_class, description: str, argv=None, presets: dict | None = None):
+    """Flags of a frozen dataclass. Of defaults, --preset, --config FILE, flags the last wins."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=description, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
+    if presets:
+        parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
+    for field in dataclasses.fields(config_class):
+        kind, name = type(field.default), "--" + field.name.replace("_", "-")
+        text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
+        options = dict(default=argparse.SUPPRESS, help=text)
+        if kind is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
+        elif kind is tuple:
+            parser.add_argument(name, nargs="+", **options)
+        else:
+            choices = field.metadata.get("choices")
+            parser.add_argument(name, type=kind, choices=choices, **options)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [o for a in parser._actions for o in a.option_strings]
+        parser.error(f"unknown argument {unknown[0]}{_suggest(unknown[0], known)}")
+    given = vars(given)
+    values = dict((presets or {}).get(given.pop("preset", None), {}))
+    if config_path := given.pop("config", None):
+        found = read_json(config_path)
+        check_values(found, config_class, config_path)
+        values |= found
+    config = config_class(**values | given)
+    device = getattr(config, "device", "cpu")
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this torch sees no CUDA device")
+    return config
+
+
+def exit_code(main) -> int:
+    """Run main(); anything a user can cause ends in one line and exit code 2."""
+    try:
+        main()
+        return 0
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        if os.environ.get("SPECOPD_TRACEBACK"):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
