@@ -11,34 +11,48 @@ training never learns another model's text.
 
 import contextlib
 import dataclasses
+import functools
 import json
+import re
 import sys
 import sysconfig
+import unicodedata
 import zlib
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+import jinja2
+import jinja2.sandbox
 import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
 
-from files import check_same, open_tensors, read_json, save_tensors
+from files import check_same, checkpoint_folder, open_tensors, read_json, save_tensors
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
+# how GPT-2 cuts text into pieces, and the same where every digit has been split off before
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+DIGITS_PATTERN = (
+    r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s+"
+)
 
 # ---------------------------------------------------------------------------------------- tokenizer
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tiktoken.Encoding with the ids that a run needs. `decode` takes any id."""
+    """A tiktoken.Encoding with the ids that a run needs, and the chat template. `decode` takes any
+    id."""
 
     encoding: tiktoken.Encoding
     stop_ids: tuple[int, ...]
     pad_id: int
-    special_ids: frozenset[int]
+    special: dict[str, int]
+    normalise: bool = False  # NFC, between special tokens
+    template: str | None = None  # Jinja text
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token, eos_token, ...
 
     @property
     def num_tokens(self) -> int:
@@ -47,10 +61,15 @@ class Tokenizer:
     @property
     def text_ids(self) -> set[int]:
         """Ids that ordinary text is made of."""
-        return set(range(self.num_tokens)) - self.special_ids
+        return set(range(self.num_tokens)) - set(self.special.values())
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Special tokens spelled out in the text become their ids, unless special=False."""
+        if self.normalise:
+            marks = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+            parts = re.split(f"({marks})", text) if special and marks else [text]
+            parts = [p if p in self.special else unicodedata.normalize("NFC", p) for p in parts]
+            text = "".join(parts)
         allowed = "all" if special else set()
         return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
 
@@ -61,6 +80,60 @@ class Tokenizer:
                 known.append(self.encoding.decode_single_token_bytes(int(i)))
         return b"".join(known).decode("utf-8", errors="replace")
 
+    def chat(self, messages: list[dict], add_generation_prompt: bool = True, **options) -> str:
+        """A conversation in the checkpoint's own words; without a template, their texts.
+        `options` (enable_thinking, tools, ...) pass through to the template."""
+        if self.template is None:
+            return "\n\n".join(m["content"] for m in messages)
+        try:
+            template = _template(self.template)
+            given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            return template.render(**self.names, **given, **options)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses: {error}") from None
+
+    def supervised(self, messages: list[dict], **options) -> tuple[list[int], list[bool]]:
+        """A conversation's ids, and True for those of the assistant's turns: what stands in the
+        text with the turn and not without it. A turn that the template renders otherwise once more
+        follows (dropped thinking) is left unsupervised; none at all is an error."""
+        whole = self.chat(messages, False, **options)
+        ids, mask, done = [], [], 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.chat(messages[:i], True, **options)
+            after = self.chat(messages[: i + 1], False, **options)
+            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
+                continue
+            start, end = len(before), len(after)
+            for text, wanted in ((whole[done:start], False), (whole[start:end], True)):
+                part = self.encode(text)
+                ids, mask, done = ids + part, mask + [wanted] * len(part), len(after)
+        part = self.encode(whole[done:])
+        if not any(mask):
+            raise ValueError("nothing to supervise: no assistant turn in the conversation")
+        return ids + part, mask + [False] * len(part)
+
+
+@functools.lru_cache
+def _template(text: str) -> jinja2.Template:
+    """A compiled chat template, sandboxed, in the environment that templates are written for."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)  # fmt: skip
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(text)
+
 
 def byte_alphabet() -> dict[str, int]:
     """The printable stand-in of each byte in byte-level BPE files: character -> byte."""
@@ -69,17 +142,48 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b if b in plain else next(stand_ins)): b for b in range(256)}
 
 
+def _pattern(file: dict, source) -> str:
+    """The regular expression that cuts text into pieces before BPE, a digit splitter folded in."""
+    stages = file.get("pre_tokenizer") or {}
+    stages = stages.get("pretokenizers", [stages])
+    kinds = [stage.get("type") for stage in stages]
+    last = stages[-1]
+    own_regex = last.get("use_regex", True)
+    if kinds[-1] == "ByteLevel" and not last.get("add_prefix_space"):
+        if kinds == ["ByteLevel"] and own_regex:
+            return GPT2_PATTERN
+        if kinds == ["Digits", "ByteLevel"] and own_regex and stages[0].get("individual_digits"):
+            return DIGITS_PATTERN
+        if kinds == ["Split", "ByteLevel"] and not own_regex:
+            split = stages[0]
+            if split.get("behavior") == "Isolated" and not split.get("invert"):
+                if "Regex" in split.get("pattern", {}):
+                    return split["pattern"]["Regex"]
+    raise ValueError(f"{source}: pre_tokenizer {kinds} is not implemented in this form")
+
+
 def load_tokenizer(folder) -> Tokenizer:
-    """tokenizer.json of a byte-level BPE -> tiktoken; stop and pad ids from the files beside it."""
-    folder = Path(folder)
+    """tokenizer.json of a byte-level BPE -> tiktoken; stop and pad ids and template from the files
+    beside it."""
+    folder = checkpoint_folder(str(folder))
     source = folder / "tokenizer.json"
     file = read_json(source)
-    if file.get("model", {}).get("type") != "BPE" or file.get("normalizer"):
-        raise ValueError(f"{source}: only byte-level BPE without a normalizer is implemented")
-    special = {token["content"]: token["id"] for token in file.get("added_tokens", ())}
+    model = file.get("model") or {}
+    normalizer = file.get("normalizer") or {}
+    kinds = [n.get("type") for n in normalizer.get("normalizers", [normalizer] * bool(normalizer))]
+    if set(kinds) - {"NFC"}:
+        raise ValueError(f"{source}: normalizer {kinds} is not implemented, only NFC")
+    if model.get("type") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        raise ValueError(f"{source}: only byte-level BPE is implemented")
+    added = file.get("added_tokens") or []
+    for token in added:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise ValueError(f"{source}: added token {token['content']!r} with lstrip, rstrip or "
+                             "single_word is not implemented")  # fmt: skip
+    special = {token["content"]: token["id"] for token in added}
     alphabet = byte_alphabet()
-    vocab = {text: i for text, i in file["model"]["vocab"].items() if text not in special}
-    merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in file["model"]["merges"]]
+    vocab = {text: i for text, i in model["vocab"].items() if text not in special}
+    merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in model["merges"]]
     order = [vocab[text] for text in merged if text in vocab]
     if order != sorted(order):
         raise ValueError(f"{source}: merges whose ids do not rise are not implemented")
@@ -87,21 +191,24 @@ def load_tokenizer(folder) -> Tokenizer:
         ranks = {bytes(alphabet[c] for c in text): i for text, i in vocab.items()}
     except KeyError as error:
         raise ValueError(f"{source}: {error} is no byte-level character") from None
-    stages = file.get("pre_tokenizer") or {}
-    stages = stages.get("pretokenizers", [stages])
-    plain = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
-    if len(stages) > 1 or any(stages[0].get(k, v) != v for k, v in plain.items()):
-        raise ValueError(f"{source}: pre_tokenizer is not implemented, only plain ByteLevel")
     encoding = tiktoken.Encoding(
-        folder.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        folder.name, pat_str=_pattern(file, source), mergeable_ranks=ranks, special_tokens=special
     )
-    generation = folder / "generation_config.json"
+    generation, own = folder / "generation_config.json", folder / "tokenizer_config.json"
     found = read_json(generation if generation.is_file() else folder / "config.json")
     stop = found.get("eos_token_id")
     stop = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
     pad = found.get("pad_token_id")
     pad = pad if pad is not None else (stop or (0,))[0]
-    return Tokenizer(encoding, stop, pad, frozenset(special.values()))
+    own = read_json(own) if own.is_file() else {}
+    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in own.items()}
+    names = {k: v for k, v in names.items() if k.endswith("_token") and isinstance(v, str)}
+    template, jinja = own.get("chat_template"), folder / "chat_template.jinja"
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    if jinja.is_file():
+        template = jinja.read_text("utf-8")
+    return Tokenizer(encoding, stop, pad, special, kinds == ["NFC"], template, names)
 
 
 # ------------------------------------------------------------------------------- corpus and prompts
@@ -109,15 +216,14 @@ def load_tokenizer(folder) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, split by file. `are_prompts`: each is a prompt as it is, else prompts are cut out."""
+    """Texts, split by file, that prompts are cut from; or conversations, each a prompt as it is."""
 
-    train: list[str]
-    held_out: list[str]
-    are_prompts: bool = False
+    train: list[str] | list[list[dict]]
+    held_out: list[str] | list[list[dict]]
 
 
-def _split(named: dict[str, str], source: str, are_prompts: bool = False) -> Corpus:
-    named = {name: text for name, text in named.items() if text.strip()}
+def _split(named: dict, source: str) -> Corpus:
+    named = {name: t for name, t in named.items() if not isinstance(t, str) or t.strip()}
     if not named:
         raise ValueError(f"{source}: the corpus is empty, nothing to learn from")
     held = {n for n in named if zlib.crc32(n.encode()) % HELD_OUT_SHARE == 0} or {max(named)}
@@ -126,7 +232,7 @@ def _split(named: dict[str, str], source: str, are_prompts: bool = False) -> Cor
         raise ValueError(
             f"{source}: holds one text only; two are needed, one of them to be held out"
         )
-    return Corpus(*parts, are_prompts)
+    return Corpus(*parts)
 
 
 def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus:
@@ -147,8 +253,8 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
         named = {}
         for file in files:
             for number, messages in enumerate(read_prompts(file, skip_bad_lines)):
-                named[f"{file.name}:{number}"] = first_prompt(messages)
-        return _split(named, path, are_prompts=True)
+                named[f"{file.name}:{number}"] = messages
+        return _split(named, path)
     named = {}
     for file in files:
         text = file.read_text("utf-8", errors="ignore")
@@ -209,28 +315,29 @@ def _conversation(record: dict) -> list[dict]:
     return turns
 
 
-def first_prompt(messages: list[dict]) -> str:
-    """What a model without a chat template continues: system text and the first user's turn."""
+def first_turn(messages: list[dict]) -> list[dict]:
+    """What is asked first: a system message, if any, and the first user's turn."""
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
-    return "\n\n".join(m["content"] for m in messages[: first + 1])
+    return messages[: first + 1]
 
 
-def pack(texts: list[str], tokenizer: Tokenizer) -> Tensor:
+def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
     """One long row of token ids (int16 or int32 to stay small), the end id after each text."""
     end = tokenizer.stop_ids[:1]
+    texts = [t if isinstance(t, str) else "\n\n".join(m["content"] for m in t) for t in texts]
     ids = np.concatenate([np.array([*tokenizer.encode(t, False), *end], np.int32) for t in texts])
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
 
 def draw_prompts(
-    texts: list[str], tokenizer: Tokenizer, count: int, length: int, seed: int, are_prompts=False
+    texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int
 ) -> list[list[int]]:
     """`count` prompts. From running text: `length` tokens from the start of a random line, texts
     weighted by size. From prompts: each as it is, those longer than `length` tokens left out and
     counted."""
     generator = np.random.default_rng(seed)
-    if are_prompts:
-        encoded = [tokenizer.encode(text) for text in texts]
+    if not isinstance(texts[0], str):
+        encoded = [tokenizer.encode(tokenizer.chat(first_turn(messages))) for messages in texts]
         fitting = [ids for ids in encoded if 0 < len(ids) <= length]
         if len(fitting) < len(encoded):
             print(f"{len(encoded) - len(fitting)} prompts longer than {length} tokens left out")

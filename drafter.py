@@ -292,9 +292,10 @@ class Drafter(nn.Module):
         generator: torch.Generator | Tensor | None = None,
         memory: Memory | None = None,
         keep_probs: bool = False,
+        num_greedy: int = 0,
     ) -> Proposal:
-        """K branches at each anchor (B,A), -1 = absent. `generator` may be the uniforms
-        (B,A,K,W)."""
+        """K branches at each anchor (B,A), -1 = absent; the first num_greedy of them are q's argmax
+        instead of draws. `generator` may be the uniforms (B,A,K,W)."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
         rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
@@ -315,6 +316,8 @@ class Drafter(nn.Module):
                     continue
                 kept.append(sampling.probs(logits))
                 drawn.append(draw(kept[-1], uniforms[start : start + size]))
+                if num_greedy:
+                    drawn[-1][..., :num_greedy] = logits.argmax(-1, keepdim=True)
                 if not keep_probs:
                     kept.clear()
         tokens = torch.cat(drawn).transpose(1, 2).reshape(shape)
@@ -332,7 +335,8 @@ class Drafter(nn.Module):
             mask_token_id = target.num_tokens
             if mask_token_id >= target.config.vocab_size:
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
-        layers = replace(target.config, num_hidden_layers=num_layers, tie_word_embeddings=False)
+        layers = replace(target.config, model_type="qwen3", tie_word_embeddings=False)
+        layers = replace(layers, num_hidden_layers=num_layers)
         config = DrafterConfig(
             layers,
             block_size,
@@ -354,7 +358,7 @@ class Drafter(nn.Module):
         with torch.device("meta"):
             drafter = cls(config, target)
         device = target.lm_head.weight.device
-        load_weights(drafter, folder / "model.safetensors", device, dtype, prefix="model.")
+        load_weights(drafter, folder, device, dtype, lambda name: name.removeprefix("model."))
         return drafter
 
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:

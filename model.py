@@ -6,7 +6,8 @@ output and its new state. It knows nothing about training or serving. Names of f
 are Hugging Face's, so a checkpoint's tensors load by name; shapes are (B, T, H, D) outside the
 attention call.
 
-Left out: dropout (nobody here trains a target in earnest), biases, and every family but Qwen3's.
+Left out: dropout (nobody here trains a target in earnest), biases, and every family but Llama's and
+Qwen3's dense ones.
 
     python model.py             two tokens of attention by hand, and a layer's tensors
     pytest tests/test_model.py  logits against transformers
@@ -18,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from files import open_tensors
+from files import open_tensors, tensor_files
 from tree import View, causal_view
 
-# Config fields that change the arithmetic and are not implemented: {field: the values that leave it
-# unchanged}.
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type: architecture
+# Config fields that change the arithmetic and are not implemented, each with the values that leave
+# it unchanged.
 PLAIN_VALUES = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -32,8 +34,10 @@ PLAIN_VALUES = {
     "final_logit_softcapping": (),
     "num_experts": (0,),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (),
 }
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+NEEDED += ("num_attention_heads",)
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class ModelConfig:
     max_position_embeddings: int = 4096
 
     def __post_init__(self):
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            kinds = (int, float) if kind is float else (kind,)
+            if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
+                raise ValueError(f"{field.name} is {value!r}, no positive number")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -66,33 +75,33 @@ class ModelConfig:
     def from_dict(cls, found: dict, source: str = "config.json") -> "ModelConfig":
         """Read a public config.json; unknown keys are harmless, unimplemented arithmetic is an
         error."""
-        if found.get("model_type") != "qwen3":
-            raise ValueError(
-                f"{source}: model_type {found.get('model_type')!r}; implemented: 'qwen3'"
-            )
+        if found.get("model_type") not in FAMILIES:
+            kind = found.get("model_type")
+            raise ValueError(f"{source}: model_type {kind!r}; implemented: {', '.join(FAMILIES)}")
         for name, plain in PLAIN_VALUES.items():
             if found.get(name) is not None and found[name] not in plain:
                 raise ValueError(f"{source}: {name} = {found[name]!r} is not implemented")
         if set(found.get("layer_types") or ()) - {"full_attention"}:
             raise ValueError(f"{source}: layer_types other than full_attention are not implemented")
+        stored = found.get("quantization_config") or {}
+        block = stored.get("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
+        if stored and (stored.get("quant_method") != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]):
+            raise ValueError(f"{source}: quantization_config {stored} is not implemented")
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"{source}: rope {rope} is not implemented, only the default one")
-        values = {f.name: found[f.name] for f in fields(cls) if f.name in found}
-        missing = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"} - set(
-            values
-        )
-        if missing | ({"num_attention_heads"} - set(values)):
-            raise ValueError(
-                f"{source}: lacks {', '.join(sorted(missing)) or 'num_attention_heads'}"
-            )
-        values["rope_theta"] = float(
-            rope.get("rope_theta", found.get("rope_theta", cls.rope_theta))
-        )
+        values = {f.name: found[f.name] for f in fields(cls) if found.get(f.name) is not None}
+        if missing := [name for name in NEEDED if name not in values]:
+            raise ValueError(f"{source}: lacks {', '.join(missing)}")
+        theta = rope.get("rope_theta", found.get("rope_theta", cls.rope_theta))
+        values["rope_theta"] = float(theta)
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-        return cls(**values)
+        try:
+            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+            return cls(**values)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{source}: {error}") from None
 
     def to_dict(self) -> dict:
         """The fields of a config.json that transformers and the engines open."""
@@ -149,8 +158,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with a norm on each head's q and k. State: keys and values
-    (B,T,2,H_kv,D)."""
+    """Grouped-query attention, with a norm on each head's q and k but for Llama. State: keys and
+    values (B,T,2,H_kv,D)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -160,8 +169,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+        normed = config.model_type != "llama"
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if normed else nn.Identity()
 
     def keys_values(self, x: Tensor, rope) -> Tensor:
         """x (B,N,C) -> rotated keys and values (B,N,2,H_kv,D): what this layer remembers of x."""
@@ -244,34 +254,60 @@ class Decoder(nn.Module):
 
 
 def load_weights(
-    module, path, device="cpu", dtype=None, prefix: str = "", tied: dict | None = None
-):
-    """Fill a module (built on meta or not) tensor by tensor. Loud: every tensor of the module must
-    be in the file with its shape, every tensor in the file must be used. `prefix` may stand before
-    names; `tied` {name: other name} are tensors that may be absent because they are the other
-    one."""
-    wanted = module.state_dict(keep_vars=True)
-    with open_tensors(path) as file:
-        names = {name.removeprefix(prefix): name for name in file.keys()}
-        absent = {name: names[other] for name, other in (tied or {}).items() if other in names}
-        names = absent | names
-        if missing := sorted(set(wanted) - set(names)):
-            raise ValueError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-        if extra := sorted(set(names) - set(wanted)):
-            raise ValueError(
-                f"{path}: tensor {extra[0]} has no place in this model ({len(extra)} in all)"
-            )
-        found = {}
-        for name, parameter in wanted.items():
-            shape = tuple(file.get_slice(names[name]).get_shape())
-            if shape != tuple(parameter.shape):
-                raise ValueError(
-                    f"{path}: tensor {name} has shape {shape}, the config asks for "
-                    f"{tuple(parameter.shape)}"
-                )
-            tensor = file.get_tensor(names[name])
-            found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+    module: nn.Module, folder, device="cpu", dtype=None, rename=lambda name: name, tied=None
+) -> int:
+    """Fill a module (built on meta or not) from a folder's shards, tensor by tensor, straight to
+    device and dtype (None keeps the file's). Returns how many tensors were skipped.
+
+    Loud: every tensor of the module must be there with its shape and finite, every tensor there
+    must be used or renamed to None, which skips it. `tied` {name: other name} may be absent, being
+    the other. FP8 weights with a `_scale_inv` per 128 x 128 block are dequantised (to bfloat16 if
+    dtype is None).
+    """
+    wanted, files = module.state_dict(keep_vars=True), tensor_files(folder)
+    names, skipped = {}, 0
+    for stored in files:
+        name = rename(stored)
+        if name is None:
+            skipped += 1
+        elif not (name.endswith("_scale_inv") and stored.removesuffix("_scale_inv") in files):
+            names[name] = stored
+    names = {n: names[other] for n, other in (tied or {}).items() if other in names} | names
+    if missing := sorted(set(wanted) - set(names)):
+        raise ValueError(f"{folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if extra := sorted(set(names) - set(wanted)):
+        where = files[names[extra[0]]]
+        raise ValueError(f"{where}: tensor {extra[0]} has no place here ({len(extra)} in all)")
+    opened = {path: open_tensors(path) for path in set(files.values())}
+    found = {}
+    for name in sorted(wanted, key=lambda name: str(files[names[name]])):  # one shard after another
+        stored, shape = names[name], tuple(wanted[name].shape)
+        path = files[stored]
+        has = tuple(opened[path].get_slice(stored).get_shape())
+        if has != shape:
+            raise ValueError(f"{path}: tensor {stored} has shape {has}, the config says {shape}")
+        tensor = opened[path].get_tensor(stored)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: tensor {stored} holds {tensor.dtype}, no floating point")
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = f"{stored}_scale_inv"
+            if scales not in files:
+                raise ValueError(f"{path}: tensor {stored} is FP8 but {scales} is missing")
+            tensor = dequantised(tensor, opened[files[scales]].get_tensor(scales))
+            tensor = tensor.to(dtype or torch.bfloat16)
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: tensor {stored} holds NaN or infinite values")
+        found[name] = tensor.to(device, dtype)
     module.load_state_dict(found, assign=True)
+    return skipped
+
+
+def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
+    """weight (R,C) in FP8 times its scale per 128 x 128 block, scales (ceil(R/128),
+    ceil(C/128))."""
+    R, C = weight.shape
+    whole = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return weight.float() * whole[:R, :C]
 
 
 def init_weights(module: nn.Module, std: float = 0.02) -> None:

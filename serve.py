@@ -378,10 +378,10 @@ def main():
     config = files.parse_flags(ServeConfig, __doc__)
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
-    texts = list(config.prompt)
+    asked = [[{"role": "user", "content": text}] for text in config.prompt]
     if config.prompts:
-        texts += [data.first_prompt(messages) for messages in data.read_prompts(config.prompts)]
-    if not texts:
+        asked += [data.first_turn(messages) for messages in data.read_prompts(config.prompts)]
+    if not asked:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
     target = Target.from_pretrained(config.target, config.device)
     tokenizer = data.load_tokenizer(config.target)
@@ -389,6 +389,7 @@ def main():
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
         drafter.config.check(target, tokenizer)
+    texts = [tokenizer.chat(messages) for messages in asked]
     prompts = [tokenizer.encode(text) for text in texts]
     how = dict(
         max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,

@@ -10,11 +10,13 @@ Caches are indexed by position, and a slot is visible only up to a node's histor
 token left behind it is never looked at and soon overwritten. So rows of one batch may accept
 different counts.
 
+    python target.py FOLDER     what a checkpoint holds, and 20 tokens of greedy text
     python target.py            a trunk, a tree, and the proof that packed = alone
     pytest tests/test_target.py
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import References, byte_alphabet
-from files import read_json, save_tensors, write_json
+from data import References, byte_alphabet, load_tokenizer
+from files import checkpoint_folder, exit_code, read_json, save_tensors, write_json
 from loss import make_optimizers, set_rate, update
-from model import Decoder, ModelConfig, init_weights, load_weights
+from model import FAMILIES, Decoder, ModelConfig, init_weights, load_weights
 from tree import ProposalTree, build_tree, causal_view
 
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
@@ -193,20 +195,25 @@ class Target(nn.Module):
     def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
         """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None keeps the
         file's."""
-        folder = Path(folder)
+        folder = checkpoint_folder(str(folder))
         config = ModelConfig.from_dict(
             read_json(folder / "config.json"), str(folder / "config.json")
         )
         with torch.device("meta"):
             target = cls(config)
-        load_weights(target, folder / "model.safetensors", device, dtype, tied=target.tied_names())
+        load_weights(target, folder, device, dtype, tied=target.tied_names())
         if config.tie_word_embeddings:  # loading assigned them one by one
             target.lm_head.weight = target.model.embed_tokens.weight
         if (folder / "tokenizer.json").is_file():
             file = read_json(folder / "tokenizer.json")
             ids = [token["id"] for token in file.get("added_tokens") or ()]
             ids += (file.get("model") or {}).get("vocab", {}).values()
-            target.num_tokens = min(max(ids, default=config.vocab_size) + 1, config.vocab_size)
+            target.num_tokens = max(ids, default=config.vocab_size - 1) + 1
+            if target.num_tokens > config.vocab_size:
+                raise ValueError(
+                    f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size is "
+                    f"{config.vocab_size}"
+                )
         return target.requires_grad_(False)
 
     def tied_names(self) -> dict[str, str]:
@@ -220,7 +227,7 @@ class Target(nn.Module):
         tensors = {k: v for k, v in self.state_dict().items() if k not in self.tied_names()}
         save_tensors(folder / "model.safetensors", tensors)
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
-        names = {"architectures": ["Qwen3ForCausalLM"], "dtype": dtype}
+        names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)
 
 
@@ -333,6 +340,40 @@ def main():
     print(f"alone, the target runs {separate} tokens; packed, 10 and {tree.num_nodes} nodes")
 
 
+@torch.no_grad()
+def describe(folder: str) -> None:
+    """What a checkpoint folder holds, and a greeting."""
+    target = Target.from_pretrained(folder)
+    config = target.config
+    own = {id(p): p for p in target.parameters()}.values()  # a tied head once
+    heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads"
+    kind = "attention" if config.model_type == "llama" else "attention with q/k norms"
+    tied = "tied" if config.tie_word_embeddings else "untied"
+    tokenizer = load_tokenizer(folder)
+    chat = "with" if tokenizer.template else "without"
+    print(f"family      {config.model_type}, width {config.hidden_size}, {tied} head")
+    print(f"layers      {config.num_hidden_layers} of {kind}, {heads} of {config.head_dim}")
+    print(f"parameters  {sum(p.numel() for p in own):,}")
+    print(f"bytes       {sum(p.nbytes for p in own):,}, {target.lm_head.weight.dtype}")
+    print(f"taps        layers {list(target.tap_ids)}, unless a drafter wants others")
+    rows = f"{config.vocab_size} rows"
+    print(f"tokenizer   {tokenizer.num_tokens} ids of {rows}, {chat} chat template")
+    print(f"stop ids    {list(tokenizer.stop_ids)}\n")
+    text = tokenizer.chat([{"role": "user", "content": "Hello!"}])
+    ids = torch.tensor([tokenizer.encode(text)])
+    trunk = target.prefill(ids, torch.tensor([ids.shape[1]]), room=24)
+    token, said = target.head(trunk.hidden[:, -1]).argmax(-1), []
+    while len(said) < 20 and int(token) not in tokenizer.stop_ids:
+        said.append(int(token))  # plain decoding is a chain of the anchor alone
+        trunk.tokens[:, trunk.width] = token
+        none, upto = token.new_zeros(1, 1, 1, 0), trunk.tokens[:, : trunk.width + 1]
+        tree = build_tree(upto, trunk.lengths, trunk.lengths[:, None], none, False, True)
+        scored = target.score(trunk, tree)
+        trunk = target.commit(trunk, tree, scored, torch.zeros(1, 1, dtype=torch.long))
+        token = target.head(scored.hidden[:, 0, 0, 0]).argmax(-1)
+    print(f"{text}{tokenizer.decode(said)}")
+
+
 if __name__ == "__main__":
     with torch.no_grad():
-        main()
+        sys.exit(exit_code(lambda: describe(sys.argv[1]) if len(sys.argv) > 1 else main()))

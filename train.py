@@ -73,6 +73,8 @@ class TrainConfig:
     batch_size: int = flag(8, "references per step", low=1)
     num_anchors: int = flag(16, "A, anchors per reference", low=1)
     num_branches: int = flag(2, "K, branches per anchor (specopd)", low=1)
+    # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
+    num_greedy: int = flag(1, "of the K branches, how many are the drafter's argmax", low=0)
     branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
     loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
@@ -94,10 +96,13 @@ class TrainConfig:
 
     def __post_init__(self):
         files.check_low(self)
+        if self.num_greedy > self.num_branches:
+            raise ValueError(f"--num-greedy {self.num_greedy}: of {self.num_branches} branches")
         same = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
-        if self.loss == "e2e_al" and not (self.mode == "specopd" and same):
-            raise ValueError("--loss e2e_al needs branches that are drawn from the loss's own q: "
-                             "--mode specopd, and one temperature above 0 for both")  # fmt: skip
+        drawn = self.mode == "specopd" and same and self.num_greedy == 0
+        if self.loss == "e2e_al" and not drawn:
+            raise ValueError("--loss e2e_al needs branches drawn from its own q: --mode specopd, "
+                             "--num-greedy 0, one temperature above 0 for both")  # fmt: skip
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode, not with the story")
 
@@ -138,7 +143,9 @@ def step_loss(
     labelled = inside & drafter.proposable(reference)  # p may draw what q never holds
     if config.mode == "specopd":
         sampling = Sampling(config.branch_temperature)
-        proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, uniforms)
+        proposal = drafter.propose(
+            trunk, anchors, config.num_branches, sampling, uniforms, num_greedy=config.num_greedy
+        )
         hidden, tokens = proposal.hidden, proposal.tokens
         valid = until_stop(tokens, stop_ids) & present  # (B, A, K, W)
         tree = build_tree(
@@ -276,9 +283,8 @@ def write_references(config: TrainConfig, target, tokenizer, corpus, path: Path)
     if path.is_file():
         return References.load(path, made_with)
     prompts = data.draw_prompts(
-        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed,
-        corpus.are_prompts,
-    )  # fmt: skip
+        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
+    )
     results = generate(
         target, None, prompts, config.response_length, 1.0, config.seed, tokenizer.stop_ids,
         batch_size=128, progress="references",
@@ -319,9 +325,8 @@ def prepare(config: TrainConfig, out: Path):
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
     held = data.draw_prompts(
-        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1,
-        corpus.are_prompts,
-    )  # fmt: skip
+        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1
+    )
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
     return target, tokenizer, measure, references

@@ -95,7 +95,8 @@ def test_drawn_prompts_are_reproducible_and_exact_in_length(tokenizer):
     assert all(tokenizer.decode(p).startswith("line ") for p in a)
     with pytest.raises(ValueError, match="too short"):
         data.draw_prompts(["abc"], tokenizer, 2, 16, seed=1)
-    whole = data.draw_prompts(["ab", "c" * 40], tokenizer, 5, 16, 0, are_prompts=True)
+    asked = [[{"role": "user", "content": text}] for text in ("ab", "c" * 40)]
+    whole = data.draw_prompts(asked, tokenizer, 5, 16, 0)
     assert whole == [[97, 98]]
 
 
@@ -125,7 +126,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_weights_are_loaded_loudly(tmp_path):
     module = torch.nn.Linear(3, 2)
-    path = tmp_path / "m.safetensors"
+    path = tmp_path / "model.safetensors"
     for tensors, word in [
         ({"weight": torch.zeros(2, 3)}, "bias is missing"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"\(3, 2\)"),
@@ -133,10 +134,10 @@ def test_weights_are_loaded_loudly(tmp_path):
     ]:
         files.save_tensors(path, tensors)
         with pytest.raises(ValueError, match=word):
-            load_weights(module, path)
+            load_weights(module, tmp_path)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ValueError, match="damaged"):
-        load_weights(module, path)
+        load_weights(module, tmp_path)
     with pytest.raises(FileNotFoundError):
         load_weights(module, tmp_path / "none")
 
@@ -178,5 +179,4 @@ def test_separators_of_lines_inside_a_string_do_not_cut_it(tmp_path):
 
 def test_a_prompt_is_the_system_text_and_the_first_turn():
     turns = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
-    assert data.first_prompt(turns) == "system\n\nuser"
-    assert data.first_prompt(turns[1:]) == "user"
+    assert data.first_turn(turns) == turns[:2] and data.first_turn(turns[1:]) == turns[1:2]

@@ -199,6 +199,16 @@ def test_sampling_filters_are_the_usual_ones():
             Sampling(**bad)
 
 
+def test_greedy_branches_come_first_and_leave_the_others_as_drawn(target, drafter):
+    tokens, lengths, anchors = case(target)
+    trunk = target.prefill(tokens, lengths)
+    u = torch.rand(3, 5, 3, 4, generator=torch.Generator().manual_seed(0))
+    drawn = drafter.propose(trunk, anchors, 3, Sampling(), u).tokens
+    mixed = drafter.propose(trunk, anchors, 3, Sampling(), u, num_greedy=1)
+    assert torch.equal(mixed.tokens[:, :, 1:], drawn[:, :, 1:])
+    assert torch.equal(mixed.tokens[:, :, 0], mixed.probs()[:, :, 0].argmax(-1))
+
+
 def test_drawing_in_chunks_is_the_same(target, drafter, monkeypatch):
     tokens, lengths, anchors = case(target)
     trunk = target.prefill(tokens, lengths)

@@ -52,8 +52,9 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
     """Every branch alone: p from a plain run of its whole prefix, q from its own block."""
     W, p_all, q_all, tokens_all, valid_all = 4, [], [], [], []
     proposal = drafter.propose(
-        trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms
-    )
+        trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms,
+        num_greedy=config.num_greedy,
+    )  # fmt: skip
     for b, a in torch.cartesian_prod(*(torch.arange(n) for n in anchors.shape)).tolist():
         anchor, length = int(anchors[b, a]), int(trunk.lengths[b])
         text = trunk.tokens[b, :length].tolist()
@@ -204,12 +205,13 @@ def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
     "change",
     [dict(steps=0), dict(response_length=1), dict(loss_temperature=-1.0), dict(clip=float("nan")),
      dict(loss="e2e_al", mode="e2e"), dict(loss="e2e_al", branch_temperature=0.0),
-     dict(loss="e2e_al", loss_temperature=0.5), dict(mode="story", stop_after=2)],
+     dict(loss="e2e_al", loss_temperature=0.5), dict(loss="e2e_al", num_greedy=1),
+     dict(num_greedy=3), dict(mode="story", stop_after=2)],
 )  # fmt: skip
 def test_settings_without_a_meaning_are_errors(change):
     with pytest.raises(ValueError):
-        dataclasses.replace(CONFIG, **change)
-    dataclasses.replace(CONFIG, loss="e2e_al")
+        dataclasses.replace(CONFIG, **{"num_greedy": 0} | change)
+    dataclasses.replace(CONFIG, loss="e2e_al", num_greedy=0)
 
 
 def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(tmp_path):
