@@ -10,8 +10,8 @@
 
 `propose` returns the tokens and the very distribution they were drawn from (paper: p is the
 target's, q the drafter's). The same function serves training (all anchors of a reference at once,
-with gradient) and decoding (one anchor per row, features kept in a `Memory`). Left out: nothing of
-DFlash.
+with gradient) and decoding (one anchor per row, features kept in a `Memory`). Left out: causal and
+sliding-window blocks.
 
     python drafter.py            a block proposed at two anchors, and its visibility
     pytest tests/test_drafter.py

@@ -88,7 +88,7 @@ class TrainConfig:
     clip: float = flag(1.0, "largest gradient norm", low=0)
     cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
     # measuring and keeping
-    eval_every: int = flag(125, "steps between two measurements of AL", low=1)
+    eval_every: int = flag(250, "steps between two measurements of AL", low=1)
     eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training", low=1)
     eval_tokens: int = flag(128, "tokens decoded per prompt", low=1)
     save_every: int = flag(100, "steps between two checkpoints", low=1)
@@ -201,8 +201,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         try:
             saved = torch.load(checkpoint, weights_only=True, map_location=device)
         except Exception as error:  # torch raises many kinds for a damaged file
-            damage = type(error).__name__
-            raise ValueError(f"{checkpoint} is damaged ({damage}): remove it") from None
+            raise ValueError(f"{checkpoint} is damaged, remove it: {error!r:.80}") from None
         files.check_same(saved["same"], same, checkpoint)
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
@@ -210,6 +209,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             optimizer.load_state_dict(state)
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
+
     def save(step: int) -> None:
         with files.atomic(checkpoint) as temporary:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
@@ -252,7 +252,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
             if (step + 1) % config.save_every == 0 or step + 1 == end:
                 save(step + 1)
-    if end == config.steps:
+    if start < end == config.steps:
         drafter.save_pretrained(out)
         files.write_json(out / "summary.json", totals | als | {"config": same})
     return totals
@@ -372,7 +372,7 @@ def story(config: TrainConfig, out: Path) -> None:
     for name, drafter in drafters.items():
         share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and always 1
         rows[name] = {t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES}
-    speeds = decoding_speed(target, drafters["specopd"], measure)
+    speeds = decoding_speed(target, drafters["specopd"], measure, count=16)
     report(config, out, rows, totals, speeds, time.perf_counter() - begin)
 
 
