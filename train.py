@@ -372,7 +372,7 @@ def story(config: TrainConfig, out: Path) -> None:
     for name, drafter in drafters.items():
         share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and always 1
         rows[name] = {t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES}
-    speeds = decoding_speed(target, drafters["specopd"], measure, count=16)
+    speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
     report(config, out, rows, totals, speeds, time.perf_counter() - begin)
 
 
