@@ -40,7 +40,7 @@ class BenchConfig:
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
     num_prompts: int = flag(16, "decode: held-out prompts, one at a time", low=1)
     prompt_length: int = flag(64, "decode: tokens of a prompt", low=1)
-    max_new_tokens: int = flag(200, "decode: tokens generated per prompt", low=1)
+    max_new_tokens: int = flag(200, "decode: tokens generated per prompt", low=2)
     device: str = flag("cpu", "cpu or cuda")
 
     def __post_init__(self):
@@ -66,10 +66,10 @@ def median_time(run, repeats: int) -> dict:
 def load(config: BenchConfig):
     target = Target.from_pretrained(config.target, config.device) if config.target else None
     if target is None:
-        target = Target.toy(seed=config.seed).requires_grad_(False).to(config.device)
-    drafter = (
-        Drafter.from_pretrained(config.drafter, target, torch.float32) if config.drafter else None
-    )
+        target = Target.toy(seed=config.seed).to(config.device)
+    drafter = None
+    if config.drafter:
+        drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
     return target, drafter
 
 

@@ -64,19 +64,22 @@ class Tokenizer:
         return set(range(self.num_tokens)) - set(self.special.values())
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Special tokens spelled out in the text become their ids, unless special=False."""
-        if self.normalise:
-            marks = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
-            parts = re.split(f"({marks})", text) if special and marks else [text]
-            parts = [p if p in self.special else unicodedata.normalize("NFC", p) for p in parts]
-            text = "".join(parts)
-        allowed = "all" if special else set()
-        return self.encoding.encode(text, allowed_special=allowed, disallowed_special=())
+        """Special tokens spelled out in the text become their ids (of two, the longer one), unless
+        special=False."""
+        marks = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        ids = []
+        for part in re.split(f"({marks})", text) if special and marks else [text]:
+            if special and part in self.special:
+                ids.append(self.special[part])
+            else:
+                part = unicodedata.normalize("NFC", part) if self.normalise else part
+                ids += self.encoding.encode_ordinary(part)
+        return ids
 
     def decode(self, ids) -> str:
         known = []
         for i in ids:
-            with contextlib.suppress(KeyError):  # rows beyond the tokenizer stand for no text
+            with contextlib.suppress(KeyError, OverflowError):  # rows beyond stand for no text
                 known.append(self.encoding.decode_single_token_bytes(int(i)))
         return b"".join(known).decode("utf-8", errors="replace")
 
@@ -88,7 +91,8 @@ class Tokenizer:
         try:
             template = _template(self.template)
             given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-            return template.render(**self.names, **given, **options)
+            given |= {"tools": None, "documents": None} | options
+            return template.render(**self.names, **given)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses: {error}") from None
 
@@ -157,8 +161,8 @@ def _pattern(file: dict, source) -> str:
         if kinds == ["Split", "ByteLevel"] and not own_regex:
             split = stages[0]
             if split.get("behavior") == "Isolated" and not split.get("invert"):
-                if "Regex" in split.get("pattern", {}):
-                    return split["pattern"]["Regex"]
+                if regex := split.get("pattern", {}).get("Regex"):
+                    return f"{regex}|(?:(?!{regex})[\\s\\S])+"  # what it leaves out stays too
     raise ValueError(f"{source}: pre_tokenizer {kinds} is not implemented in this form")
 
 
@@ -191,11 +195,18 @@ def load_tokenizer(folder) -> Tokenizer:
         ranks = {bytes(alphabet[c] for c in text): i for text, i in vocab.items()}
     except KeyError as error:
         raise ValueError(f"{source}: {error} is no byte-level character") from None
+    whole = {bytes([b]) for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5}  # UTF-8's
+    loose = {text for text in vocab if len(text) > 1} - set(merged)
+    if not whole <= ranks.keys() or (loose and not model.get("ignore_merges")):
+        raise ValueError(f"{source}: bytes without a token, or tokens that no merge makes "
+                         f"({len(loose)}), are not implemented")  # fmt: skip
     encoding = tiktoken.Encoding(
         folder.name, pat_str=_pattern(file, source), mergeable_ranks=ranks, special_tokens=special
     )
     generation, own = folder / "generation_config.json", folder / "tokenizer_config.json"
-    found = read_json(generation if generation.is_file() else folder / "config.json")
+    found = {}
+    for path in (folder / "config.json", generation):  # the later one wins
+        found |= read_json(path) if path.is_file() else {}
     stop = found.get("eos_token_id")
     stop = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
     pad = found.get("pad_token_id")

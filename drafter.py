@@ -140,7 +140,8 @@ class DrafterConfig:
             raise ValueError(f"{source}: dflash_config lacks {', '.join(sorted(lacking))}")
         if inner.get("use_swa"):
             raise ValueError(f"{source}: dflash_config.use_swa is not implemented")
-        causal = found.get("is_causal", inner.get("causal", False))
+        causal = found.get("is_causal")
+        causal = inner.get("causal", False) if causal is None else causal
         ids, numbers = inner["target_layer_ids"], [inner["mask_token_id"], *sizes]
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids + numbers):
             raise ValueError(f"{source}: target_layer_ids {ids} must be a list of integers, "

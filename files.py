@@ -50,7 +50,7 @@ def check_same(found: dict, wanted: dict, source) -> None:
 
 def write_json(path, value) -> None:
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def read_json(path) -> dict:
@@ -94,7 +94,7 @@ def checkpoint_folder(name: str) -> Path:
     except ImportError:
         raise FileNotFoundError(
             f"{name} is no folder here; as a hub's name it needs: pip install huggingface_hub, or "
-            f"fetch it yourself: huggingface-cli download {name} --local-dir {name.split('/')[1]}"
+            f"fetch it yourself: hf download {name} --local-dir {name.split('/')[1]}"
         ) from None
     wanted = ["*.json", "*.safetensors", "*.jinja"]
     try:

@@ -87,10 +87,12 @@ class ModelConfig:
         block = stored.get("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
         if stored and (stored.get("quant_method") != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]):
             raise ValueError(f"{source}: quantization_config {stored} is not implemented")
-        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{source}: rope {rope} is not implemented, only the default one")
+        rope = found.get("rope_parameters") or {}
+        for given in (rope, found.get("rope_scaling") or {}):  # newer and older spelling
+            kind = given.get("rope_type", given.get("type", "default"))
+            nested = any(isinstance(value, dict) for value in given.values())
+            if kind != "default" or nested or given.get("partial_rotary_factor", 1.0) != 1.0:
+                raise ValueError(f"{source}: rope {given} is not implemented, only the default")
         values = {f.name: found[f.name] for f in fields(cls) if found.get(f.name) is not None}
         if missing := [name for name in NEEDED if name not in values]:
             raise ValueError(f"{source}: lacks {', '.join(missing)}")
@@ -306,6 +308,8 @@ def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
     """weight (R,C) in FP8 times its scale per 128 x 128 block, scales (ceil(R/128),
     ceil(C/128))."""
     R, C = weight.shape
+    if scales.shape != (-(-R // FP8_BLOCK), -(-C // FP8_BLOCK)):
+        raise ValueError(f"FP8 scales {tuple(scales.shape)} do not fit a weight of {(R, C)}")
     whole = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return weight.float() * whole[:R, :C]
 

@@ -249,6 +249,8 @@ class Acceptance:
     @property
     def mean(self) -> float:
         """Pooled: all committed tokens over all verifications."""
+        if not self.rounds.sum():
+            raise ValueError("no verification to measure: every prompt ended with its first token")
         return self.committed.sum().item() / self.rounds.sum().item()
 
     @property

@@ -92,6 +92,11 @@ def with_room(cache: Tensor, width: int) -> Tensor:
     return torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
 
 
+def _named(stored: str) -> str | None:
+    """Old conversions store the rotary frequencies, which follow from the config: skipped."""
+    return None if stored.endswith(".rotary_emb.inv_freq") else stored
+
+
 class Target(nn.Module):
     """A decoder with its head. Frozen, once it is made or loaded."""
 
@@ -136,6 +141,8 @@ class Target(nn.Module):
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         past = [with_room(state, T) for state in trunk.states]  # T may count an anchor not run yet
+        if T < trunk.width:  # nodes must not be written into slots in use
+            past = [state[:, :T] for state in past]
         node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
@@ -189,7 +196,8 @@ class Target(nn.Module):
             raise ValueError(f"--arch {arch}: there is {', '.join(TOYS)}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return cls(replace(TOYS[arch], **changes)).apply(init_weights)
+            toy = cls(replace(TOYS[arch], **changes)).apply(init_weights)
+        return toy.requires_grad_(False)
 
     @classmethod
     def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
@@ -201,7 +209,7 @@ class Target(nn.Module):
         )
         with torch.device("meta"):
             target = cls(config)
-        load_weights(target, folder, device, dtype, tied=target.tied_names())
+        load_weights(target, folder, device, dtype, _named, target.tied_names())
         if config.tie_word_embeddings:  # loading assigned them one by one
             target.lm_head.weight = target.model.embed_tokens.weight
         if (folder / "tokenizer.json").is_file():
@@ -289,7 +297,7 @@ def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, 
         raise ValueError(
             f"the corpus is too short: more than {length + 1} tokens are needed in each part"
         )
-    optimizers = make_optimizers(toy, matrix_lr=0.02, lr=3e-3)
+    optimizers = make_optimizers(toy.requires_grad_(True), matrix_lr=0.02, lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
     device = toy.lm_head.weight.device
 
@@ -307,7 +315,9 @@ def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, 
             bar.set_postfix({"bits per token": f"{value.item() / math.log(2):.3f}"})
     with torch.no_grad():
         starts = torch.linspace(0, len(held) - length - 1, 64).long()
-        return sum(loss_on(held, part).item() for part in starts.split(8)) / 8 / math.log(2)
+        bits = sum(loss_on(held, part).item() for part in starts.split(8)) / 8 / math.log(2)
+    toy.requires_grad_(False)
+    return bits
 
 
 def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:

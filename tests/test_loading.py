@@ -151,6 +151,13 @@ def test_fp8_weights_are_dequantised_by_block(tmp_path):
     assert half.dtype == torch.bfloat16
 
 
+def test_rotary_frequencies_of_old_conversions_are_skipped(tmp_path):
+    small_target().save_pretrained(tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(lambda t: t.update({name: torch.ones(4)}))(tmp_path)
+    Target.from_pretrained(tmp_path)
+
+
 def rewrite(change):
     def spoil(folder):
         path = folder / "model.safetensors"
@@ -209,6 +216,10 @@ SPOILED = {
     "untied and no head": (rewrite(lambda t: t.pop("lm_head.weight")), "lm_head.weight"),
     "layer kinds": (reconfigure(layer_types=["linear_attention"] * 3), "layer_types"),
     "unknown model_type": (reconfigure(model_type="rwkv"), "rwkv"),
+    "yarn in the older spelling": (
+        reconfigure(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"
+    ),
+    "rope by layer type": (reconfigure(rope_parameters={"full_attention": {}}), "rope"),
     "yarn": (reconfigure(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "yarn"),
     "negative size": (reconfigure(hidden_size=-32), "hidden_size"),
     "size of another kind": (reconfigure(num_hidden_layers="3"), "num_hidden_layers"),

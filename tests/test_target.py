@@ -70,6 +70,19 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
     )
 
 
+def test_a_tree_on_fewer_slots_than_the_trunk_holds_does_not_write_into_it(target):
+    tokens, lengths = text(1, 20), torch.tensor([20])
+    trunk = target.prefill(tokens, lengths, room=20)
+    before = [state.clone() for state in trunk.states]
+    anchors, branches = torch.tensor([[3]]), text(1, W).view(1, 1, 1, W)
+    small, whole = (
+        build_tree(tokens[:, :n], lengths.clamp(max=n), anchors, branches) for n in (8, 20)
+    )
+    p = target.branch_probs(trunk, small)
+    assert all(torch.equal(a[:, :20], b[:, :20]) for a, b in zip(before, trunk.states))
+    torch.testing.assert_close(p, target.branch_probs(trunk, whole), atol=1e-5, rtol=0)
+
+
 def test_a_trunk_without_hidden_states_says_so(target):
     tokens, lengths = text(1, 9), torch.tensor([9])
     trunk = target.prefill(tokens, lengths)

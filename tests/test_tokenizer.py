@@ -100,6 +100,18 @@ def test_ids_equal_those_of_the_tokenizers_package_on_2000_random_texts(tmp_path
     )
 
 
+def test_of_two_added_tokens_the_longer_one_wins_and_no_text_is_lost(tmp_path):
+    theirs = build(tmp_path, "gpt2")
+    theirs.add_tokens(["  ", "   ", "<a>", "<a>b"])
+    digits = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{N}"), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, level])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    for text in ("x   y  z", "<a>bc<a>", "ab12c", "  1"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
 CHATS = [
     [{"role": "user", "content": "Hi {{ there }}"}],
     [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "a\n"}],
@@ -172,6 +184,7 @@ def test_only_the_assistants_turns_are_supervised(tmp_path):
         (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
         (dict(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "ByteLevel"),
         (dict(model={"type": "Unigram", "vocab": []}), "BPE"),
+        (dict(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "bytes without a token"),
         (dict(added_tokens=[{"id": 0, "content": "<x>", "lstrip": True}]), "<x>"),
     ],
 )
