@@ -47,16 +47,14 @@ class Tokenizer:
     id."""
 
     encoding: tiktoken.Encoding
+    num_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
     special: dict[str, int]
+    unknown: int | None = None  # stands for a byte that has no token; None: such bytes are dropped
     normalise: bool = False  # NFC, between special tokens
     template: str | None = None  # Jinja text
     names: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token, eos_token, ...
-
-    @property
-    def num_tokens(self) -> int:
-        return self.encoding.n_vocab
 
     @property
     def text_ids(self) -> set[int]:
@@ -74,7 +72,8 @@ class Tokenizer:
             else:
                 part = unicodedata.normalize("NFC", part) if self.normalise else part
                 ids += self.encoding.encode_ordinary(part)
-        return ids
+        known = (i if i < self.num_tokens else self.unknown for i in ids)
+        return [i for i in known if i is not None]
 
     def decode(self, ids) -> str:
         known = []
@@ -195,11 +194,13 @@ def load_tokenizer(folder) -> Tokenizer:
         ranks = {bytes(alphabet[c] for c in text): i for text, i in vocab.items()}
     except KeyError as error:
         raise ValueError(f"{source}: {error} is no byte-level character") from None
-    whole = {bytes([b]) for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5}  # UTF-8's
     loose = {text for text in vocab if len(text) > 1} - set(merged)
-    if not whole <= ranks.keys() or (loose and not model.get("ignore_merges")):
-        raise ValueError(f"{source}: bytes without a token, or tokens that no merge makes "
-                         f"({len(loose)}), are not implemented")  # fmt: skip
+    if loose and not model.get("ignore_merges"):
+        raise ValueError(f"{source}: {min(loose)!r} is a token that no merge makes")
+    count = max([*ranks.values(), *special.values()]) + 1
+    unknown = vocab.get(model.get("unk_token"), special.get(model.get("unk_token")))
+    for byte in range(256):  # a byte without a token gets an id beyond all, replaced by `encode`
+        ranks.setdefault(bytes([byte]), count + byte)
     encoding = tiktoken.Encoding(
         folder.name, pat_str=_pattern(file, source), mergeable_ranks=ranks, special_tokens=special
     )
@@ -219,7 +220,9 @@ def load_tokenizer(folder) -> Tokenizer:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     if jinja.is_file():
         template = jinja.read_text("utf-8")
-    return Tokenizer(encoding, stop, pad, special, kinds == ["NFC"], template, names)
+    return Tokenizer(
+        encoding, count, stop, pad, special, unknown, kinds == ["NFC"], template, names
+    )
 
 
 # ------------------------------------------------------------------------------- corpus and prompts

@@ -112,6 +112,20 @@ def test_of_two_added_tokens_the_longer_one_wins_and_no_text_is_lost(tmp_path):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.parametrize("unknown", [None, "<empty_output>"])
+def test_bytes_without_a_token_are_dropped_or_unknown_as_the_file_says(tmp_path, unknown):
+    build(tmp_path, "gpt2")
+    path = tmp_path / "tokenizer.json"
+    file = json.loads(path.read_text())
+    gone = "ā"  # the stand-in of byte 1
+    del file["model"]["vocab"][gone]
+    file["model"]["unk_token"] = unknown
+    path.write_text(json.dumps(file))
+    theirs, ours = tokenizers.Tokenizer.from_file(str(path)), load_tokenizer(tmp_path)
+    for text in ("a\x01b", "\x01\x01 x\x01"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
 CHATS = [
     [{"role": "user", "content": "Hi {{ there }}"}],
     [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "a\n"}],
@@ -184,7 +198,7 @@ def test_only_the_assistants_turns_are_supervised(tmp_path):
         (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
         (dict(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "ByteLevel"),
         (dict(model={"type": "Unigram", "vocab": []}), "BPE"),
-        (dict(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "bytes without a token"),
+        (dict(model={"type": "BPE", "vocab": {"ab": 0}, "merges": []}), "no merge makes"),
         (dict(added_tokens=[{"id": 0, "content": "<x>", "lstrip": True}]), "<x>"),
     ],
 )
