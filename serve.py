@@ -29,7 +29,7 @@ from tqdm import tqdm
 import data
 import files
 from drafter import Drafter, Sampling, draw
-from target import Target
+from target import Target, at
 from tree import build_tree
 
 
@@ -152,17 +152,16 @@ def _generate_batch(
     taps = drafter.config.target_layer_ids if drafter else ()
     trunk = target.prefill(tokens, lengths, max_new + 2 * (W + 1), taps)
     memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
-    last = trunk.hidden[torch.arange(len(prompts), device=device), lengths - 1]
+    last = at(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
     empty = lengths.new_zeros(len(prompts), 0)
     first_noise = None if noise is None else noise[:, 0, -1:]
-    _, anchor = verify(target.head(last)[:, None], empty, None, sampling, first_noise)
+    _, anchor = verify(target.head(last), empty, None, sampling, first_noise)
     trunk.hidden = trunk.taps = None  # from here on nobody reads them
     pairs = zip(results, anchor.tolist())
     alive = [i for i, (r, new) in enumerate(pairs) if _take(r, [new], [False], max_new, stop)]
     bar.update(len(results) - len(alive))
     if len(alive) < len(results):
-        keep = torch.tensor(alive, dtype=torch.long, device=device)
-        trunk, memory, anchor, noise = _select(keep, trunk, memory, anchor, noise)
+        trunk, memory, anchor, noise = _select(alive, trunk, memory, anchor, noise)
 
     chain = torch.arange(W + 1, device=device)
     round_number = 0
@@ -205,8 +204,7 @@ def _generate_batch(
         if len(going) < len(alive):
             bar.update(len(alive) - len(going))
             alive = [alive[row] for row in going]
-            keep = torch.tensor(going, dtype=torch.long, device=device)
-            trunk, memory, anchor, noise = _select(keep, trunk, memory, anchor, noise)
+            trunk, memory, anchor, noise = _select(going, trunk, memory, anchor, noise)
 
 
 def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, stop: set) -> bool:
@@ -227,8 +225,9 @@ def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, sto
     return not result.finish_reason
 
 
-def _select(rows: Tensor, trunk, memory, anchor, noise):
+def _select(going: list[int], trunk, memory, anchor, noise):
     """Everything a round needs, for the rows that go on."""
+    rows = torch.tensor(going, dtype=torch.long, device=anchor.device)
     picked = [None if x is None else x.select(rows) for x in (trunk, memory)]
     return *picked, anchor[rows], None if noise is None else noise[rows]
 

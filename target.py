@@ -138,6 +138,8 @@ class Target(nn.Module):
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
         """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
+        if trunk.hidden is None and not tree.only_nodes:
+            raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         past = [with_room(state, T) for state in trunk.states]  # T may count an anchor not run yet
@@ -146,8 +148,6 @@ class Target(nn.Module):
         node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
-        if trunk.hidden is None and not tree.only_nodes:
-            raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
         if not tree.only_nodes:
             on_trunk = at(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)

@@ -36,7 +36,7 @@ from drafter import Drafter, Sampling
 from files import flag
 from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
-from target import Target, Trunk, Trunks, train_toy, write_byte_tokenizer
+from target import Target, Trunk, Trunks, at, train_toy, write_byte_tokenizer
 from tree import build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
@@ -155,8 +155,7 @@ def step_loss(
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
         tokens, valid = reference, labelled if config.mode == "ce" else inside
-        rows = torch.arange(B, device=anchors.device)[:, None]
-        p_hidden = trunk.hidden[rows, (ahead - 1).flatten(1)].view(B, A, 1, W, -1)  # p_k from a+k-1
+        p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)  # p_k from a+k-1
         nodes = unmerged = torch.zeros((), dtype=torch.long)
 
     def loss_of(name, tokens, valid, p_hidden):
