@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from checkpoint import ModelConfig, flat, load_weights
 from files import read_json, save_tensors, write_json
-from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, load_weights, rotary
-from target import Target, Trunk, place, with_room
-from tree import block_view
+from model import DecoderLayer, RMSNorm, init_weights, rotary
+from target import Target, Trunk
+from tree import block_view, place, with_room
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
 
@@ -271,7 +272,7 @@ class Drafter(nn.Module):
         x = self.target.model.embed_tokens(tokens).to(self.fc.weight.dtype)  # (B, A*b, C)
         rope = self._rope(view.positions)
         for layer, past in zip(self.layers, memory.states):
-            x, _ = layer(x, rope, view, past)
+            x = layer(x, rope, view, {"kv": past})[0]
         return self.norm(x).view(B, A, b, -1)[:, :, 1:]  # slot j >= 1 predicts position a + j
 
     def proposable(self, ids: Tensor) -> Tensor:
@@ -336,8 +337,11 @@ class Drafter(nn.Module):
             mask_token_id = target.num_tokens
             if mask_token_id >= target.config.vocab_size:
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
-        layers = replace(target.config, model_type="qwen3", tie_word_embeddings=False)
-        layers = replace(layers, num_hidden_layers=num_layers)
+        # full rotary even where the target's is partial, dense layers whatever the target's are
+        layers = replace(
+            target.config, model_type="qwen3", tie_word_embeddings=False, partial_rotary_factor=1.0,
+            num_hidden_layers=num_layers, layer_types=(), ple_layer_ids=(),
+        )  # fmt: skip
         config = DrafterConfig(
             layers,
             block_size,
@@ -359,7 +363,7 @@ class Drafter(nn.Module):
         with torch.device("meta"):
             drafter = cls(config, target)
         device = target.lm_head.weight.device
-        load_weights(drafter, folder, device, dtype, lambda name: name.removeprefix("model."))
+        load_weights(drafter, folder, device, dtype, flat)
         return drafter
 
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:

@@ -1,132 +1,47 @@
-"""The layers of a decoder, from leaf to root: norm, rotary, attention, MLP, layer, decoder.
+"""The layers of a decoder, from leaf to root, for the four families.
+
+    norm, rotary · attention (plain, or sparse by an indexer) · gated delta net · MLP, mixture of
+    experts · n-gram layer, hyper-connections · decoder layer · decoder
 
 One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View`
 (tree.py) that says who is whose past, and the state it left behind on the trunk; it returns its
-output and its new state. It knows nothing about training or serving. Names of fields and tensors
-are Hugging Face's, so a checkpoint's tensors load by name; shapes are (B, T, H, D) outside the
-attention call.
+output and what it remembers of the new tokens, a dict of tensors (B,N,...). It knows nothing about
+training or serving. Names of modules and fields are Hugging Face's, so a checkpoint's tensors load
+by name; shapes are (B, T, H, D) outside the attention call.
 
-Left out: dropout (nobody here trains a target in earnest), biases, and every family but Llama's and
-Qwen3's dense ones.
+Left out: dropout (nobody here trains a target in earnest), biases, images.
 
     python model.py             two tokens of attention by hand, and a layer's tensors
-    pytest tests/test_model.py  logits against transformers
+    pytest tests/test_model.py tests/test_families.py      the latter: logits against transformers
 """
 
-from dataclasses import dataclass, fields
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from files import open_tensors, tensor_files
-from tree import View, causal_view
-
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type: architecture
-# Config fields that change the arithmetic and are not implemented, each with the values that leave
-# it unchanged.
-PLAIN_VALUES = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "num_experts": (0,),
-    "partial_rotary_factor": (1.0,),
-}
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-NEEDED += ("num_attention_heads",)
-FP8_BLOCK = 128
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder's shape, in the field names of its config.json."""
-
-    model_type: str = "qwen3"
-    vocab_size: int = 264
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 4096
-
-    def __post_init__(self):
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            kinds = (int, float) if kind is float else (kind,)
-            if not isinstance(value, kinds) or (kind in (int, float) and value <= 0):
-                raise ValueError(f"{field.name} is {value!r}, no positive number")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary needs pairs")
-
-    @classmethod
-    def from_dict(cls, found: dict, source: str = "config.json") -> "ModelConfig":
-        """Read a public config.json; unknown keys are harmless, unimplemented arithmetic is an
-        error."""
-        if found.get("model_type") not in FAMILIES:
-            kind = found.get("model_type")
-            raise ValueError(f"{source}: model_type {kind!r}; implemented: {', '.join(FAMILIES)}")
-        for name, plain in PLAIN_VALUES.items():
-            if found.get(name) is not None and found[name] not in plain:
-                raise ValueError(f"{source}: {name} = {found[name]!r} is not implemented")
-        if set(found.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"{source}: layer_types other than full_attention are not implemented")
-        stored = found.get("quantization_config") or {}
-        block = stored.get("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
-        if stored and (stored.get("quant_method") != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]):
-            raise ValueError(f"{source}: quantization_config {stored} is not implemented")
-        rope = found.get("rope_parameters") or {}
-        for given in (rope, found.get("rope_scaling") or {}):  # newer and older spelling
-            kind = given.get("rope_type", given.get("type", "default"))
-            nested = any(isinstance(value, dict) for value in given.values())
-            if kind != "default" or nested or given.get("partial_rotary_factor", 1.0) != 1.0:
-                raise ValueError(f"{source}: rope {given} is not implemented, only the default")
-        values = {f.name: found[f.name] for f in fields(cls) if found.get(f.name) is not None}
-        if missing := [name for name in NEEDED if name not in values]:
-            raise ValueError(f"{source}: lacks {', '.join(missing)}")
-        theta = rope.get("rope_theta", found.get("rope_theta", cls.rope_theta))
-        values["rope_theta"] = float(theta)
-        values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        try:
-            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-            return cls(**values)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise ValueError(f"{source}: {error}") from None
-
-    def to_dict(self) -> dict:
-        """The fields of a config.json that transformers and the engines open."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        return found | {"rope_parameters": rope, "hidden_act": "silu", "attention_bias": False}
-
+import replay
+from checkpoint import ModelConfig
+from tree import View, causal_view, fetch
 
 # ---------------------------------------------------------------------------------------- functions
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (B,N,1,D) of positions (B,N), float32; see `rotate`."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
-    angle = positions[..., None].float() * frequency  # (B, N, D/2)
+def rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and signed sin (B,N,1,width) of positions (B,N), float32; see `rotate`."""
+    frequency = theta ** -(torch.arange(0, width, 2, device=positions.device) / width)
+    angle = positions[..., None].float() * frequency  # (B, N, width/2)
     sin = angle.sin()
     return torch.cat([angle.cos()] * 2, -1)[:, :, None], torch.cat([-sin, sin], -1)[:, :, None]
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) of x (B,N,H,D) by its angle."""
+    """Turn each pair (x_i, x_{i+R/2}) of x (B,N,H,D) by its angle; R <= D is the rope's width."""
     cos, sin = rope
-    return (x.float() * cos + x.float().roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    turned, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    turned = turned * cos + turned.roll(cos.shape[-1] // 2, -1) * sin
+    return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).to(x.dtype)
 
 
 def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
@@ -145,35 +60,67 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     return past[:, :end]
 
 
+def short_conv(x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilation=1, base=0):
+    """SiLU of a causal depthwise convolution along each token's own history, x (B,N,C), weight
+    (C,1,kernel): the last tap is the token itself, before the first token are zeros. past (B,S,C),
+    its slot 0 at position `base`."""
+    kernel, total = weight.shape[-1], 0
+    for tap in range(kernel):
+        index = view.ancestor((kernel - 1 - tap) * dilation)
+        there = fetch(past, x, index, view.num_trunk_slots, base)
+        total = total + there.float() * weight[:, 0, tap].float()
+    return F.silu(total).to(x.dtype)
+
+
+def chosen_blocks(scores: Tensor, num_blocks: int) -> Tensor:
+    """Marks the num_blocks highest of scores (B,N,M), -inf = not to be had; of equal ones the
+    earlier."""
+    if scores.shape[-1] <= num_blocks:
+        return scores > -torch.inf
+    edge = scores.topk(num_blocks, -1).values[..., -1:]
+    above, equal = scores > edge, (scores == edge) & (scores > -torch.inf)
+    left = num_blocks - above.sum(-1, keepdim=True)
+    return above | equal & (equal.cumsum(-1) <= left)
+
+
 # ------------------------------------------------------------------------------------------ modules
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean in float32."""
+    """x / rms(x) * weight, the mean in float32, over each of `groups` parts of x. Centred: the
+    stored weight is w of 1 + w."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, centred: bool = False, groups: int = 1):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
+        self.eps, self.centred, self.groups = eps, centred, groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.centred:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        parts = x.float().unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with a norm on each head's q and k but for Llama. State: keys and
-    values (B,T,2,H_kv,D)."""
+    """Grouped-query attention; with a norm on each head's q and k but for Llama; in the hybrid
+    families with an output gate; sparse with an indexer. Remembers keys and values (B,T,2,H_kv,D).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
-        self.head_dim = D
-        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=False)
+        eps, centred = config.rms_norm_eps, config.hybrid
+        self.head_dim, self.gated = D, config.hybrid
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D * (1 + self.gated), bias=False)
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
         normed = config.model_type != "llama"
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if normed else nn.Identity()
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if normed else nn.Identity()
+        self.q_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
+        self.k_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
+        self.indexer = Indexer(config) if config.streams else None
 
     def keys_values(self, x: Tensor, rope) -> Tensor:
         """x (B,N,C) -> rotated keys and values (B,N,2,H_kv,D): what this layer remembers of x."""
@@ -181,28 +128,159 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).view(split)), rope)
         return torch.stack([k, self.v_proj(x).view(split)], 2)
 
-    def forward(self, x: Tensor, rope, view: View, past: Tensor | None = None):
-        """x (B,N,C), the trunk's keys and values or None -> out (B,N,C), keys and values of the N
-        tokens."""
+    def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
+        """x (B,N,C), what the layer remembers of the trunk or None -> out (B,N,C), what it
+        remembers of the N tokens."""
         B, N, _ = x.shape
-        q = rotate(self.q_norm(self.q_proj(x).view(B, N, -1, self.head_dim)), rope)
-        new = self.keys_values(x, rope)
-        k, v = joined(past, new, view.num_trunk_slots).unbind(2)  # (B, T+N, H_kv, D)
+        q = self.q_proj(x).view(B, N, -1, self.head_dim * (1 + self.gated))
+        q, *gate = q.chunk(1 + self.gated, -1)  # per head [q | gate]
+        q = rotate(self.q_norm(q), rope)
+        new, mask = {"kv": self.keys_values(x, rope)}, view.mask
+        if self.indexer:
+            index = self.indexer.keys(x, view, past)
+            mask = self.indexer(x, rope, view, past, index["block"])
+            new |= index
+        k, v = joined(past and past["kv"], new["kv"], view.num_trunk_slots).unbind(2)
         out = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
-            attn_mask=view.mask,
-            is_causal=view.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(B, N, -1)), new
+        ).transpose(1, 2)  # (B, N, H, D)
+        out = out * gate[0].sigmoid() if gate else out
+        return self.o_proj(out.reshape(B, N, -1)), new
+
+
+class Indexer(nn.Module):
+    """Sparse attention's choice (QSA): a token attends to the whole blocks of r positions of its
+    own history that score highest, `budget` tokens in all, and to its incomplete last block.
+
+    Remembers the raw key of each token and the key of the block that ends with it: the mean of its
+    history's last r raw keys, normed, rotated as the block's first position. It means something
+    only where position + 1 is a multiple of r, and belongs to a branch exactly as far as its tokens
+    do: blocks on the trunk are shared, straddling and inner ones private (method: branch-consistent
+    groups).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, eps, H = config.indexer_head_dim, config.rms_norm_eps, config.indexer_n_heads
+        self.head_dim, self.ratio = D, config.indexer_compress_ratio
+        self.num_blocks = config.indexer_budget // self.ratio
+        self.rope = (config.rotary_dim, config.rope_theta)
+        self.index_qk_proj = nn.Linear(config.hidden_size, (H + 1) * D, bias=False)
+        self.q_layernorm, self.k_layernorm = RMSNorm(D, eps, True), RMSNorm(D, eps, True)
+
+    def keys(self, x: Tensor, view: View, past: dict | None) -> dict:
+        """x (B,N,C) -> raw and block keys (B,N,D)."""
+        raw = F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
+        older = past and past["raw"]
+        last = (view.ancestor(depth) for depth in range(self.ratio))
+        mean = sum(fetch(older, raw, i, view.num_trunk_slots).float() for i in last) / self.ratio
+        start = rotary((view.positions - self.ratio + 1).clamp(min=0), *self.rope)
+        block = self.k_layernorm(mean.to(raw.dtype))[:, :, None]
+        return {"raw": raw, "block": rotate(block, start)[:, :, 0]}
+
+    def scores(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor):
+        """(B,N,M) of the M block ends, -inf where it is none of the token's history; packed index
+        (M,) of the block ends: the trunk's, and in a tree every node's."""
+        r, T, N = self.ratio, view.num_trunk_slots, x.shape[1]
+        q = F.linear(x, self.index_qk_proj.weight[: -self.head_dim])
+        q = rotate(self.q_layernorm(q.unflatten(-1, (-1, self.head_dim))), rope)  # (B, N, H, D)
+        text = T + N if view.groups is None else T  # packed index = position up to here
+        columns = torch.arange(r - 1, text, r, device=x.device)
+        keys = joined(past and past["block"], block, T)
+        ends = torch.ones_like(columns, dtype=torch.bool)[None]  # (1, M)
+        if view.groups is not None:
+            columns = torch.cat([columns, torch.arange(T, T + N, device=x.device)])
+            inner = (view.positions + 1) % r == 0
+            ends = torch.cat([ends.expand(len(x), -1), inner], 1)
+        products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, columns].float())
+        scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
+        seen = view.visible()[:, 0, :, columns] & ends[:, None]
+        return scores.masked_fill(~seen, -torch.inf), columns
+
+    def forward(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor) -> Tensor:
+        """The attention mask (B,1,N,T+N)."""
+        r, T = self.ratio, view.num_trunk_slots
+        scores, columns = self.scores(x, rope, view, past, block)
+        chosen = chosen_blocks(scores, self.num_blocks)
+        B, N, M = chosen.shape
+        on_text = M if view.groups is None else M - N
+        mask = chosen.new_zeros(B, N, T + N + 1)  # the last column takes what is to be dropped
+        mask[..., : on_text * r] = chosen[..., :on_text].repeat_interleave(r, -1)
+        # the incomplete block, and in a tree the chosen blocks that end in it, by ancestors
+        history = torch.stack([view.ancestor(d) for d in range(view.max_depth + r - 1)], -1)
+        depth = torch.arange(history.shape[-1], device=x.device)
+        picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth)
+        if view.groups is not None:
+            ends = history[..., : view.max_depth] - T
+            own = chosen[..., on_text:].gather(2, ends.clamp(min=0)) & (ends >= 0)
+            for shift in range(r):  # a block is its end and r - 1 tokens before it
+                picked[..., shift : shift + view.max_depth] |= own
+        slots = torch.where(picked, history, T + N)
+        return (mask.scatter(2, slots, True)[..., :-1] & view.visible()[:, 0])[:, None]
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule (replay.py), behind a short convolution, with a
+    gated norm. Remembers of each token the convolution's input and what the rule wrote; of a
+    stretch of text also the states at the view's marks and its end."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        C, H, H_k = config.hidden_size, config.linear_num_value_heads, config.linear_num_key_heads
+        D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
+        self.sizes = (H_k * D_k, H_k * D_k, H * D_v)
+        self.key_dim, self.value_dim, self.eps = D_k, D_v, config.rms_norm_eps
+        streams = config.model_type == "qwen4_exp_text"
+        self.gate = torch.sigmoid if streams and config.output_gate_type == "sigmoid" else F.silu
+        self.in_proj_qkv = nn.Linear(C, sum(self.sizes), bias=False)
+        self.in_proj_z = nn.Linear(C, H * D_v, bias=False)
+        self.in_proj_b = nn.Linear(C, H, bias=False)
+        self.in_proj_a = nn.Linear(C, H, bias=False)
+        channels, kernel = sum(self.sizes), config.linear_conv_kernel_dim
+        self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False)
+        self.A_log = nn.Parameter(torch.empty(H).uniform_(0.01, 16).log())
+        self.dt_bias = nn.Parameter(torch.ones(H))
+        self.norm = RMSNorm(D_v, config.rms_norm_eps)
+        self.out_proj = nn.Linear(H * D_v, C, bias=False)
+
+    def forward(self, x: Tensor, view: View, past: dict | None = None):
+        """x (B,N,C), what the layer remembers of the trunk or None -> out (B,N,C), what it
+        remembers of the N tokens."""
+        B, N, _ = x.shape
+        qkv = self.in_proj_qkv(x)
+        base = past["base"][:, None] if past and "base" in past else 0
+        mixed = short_conv(qkv, self.conv1d.weight, past and past["qkv"], view, base=base).float()
+        q, k, v = mixed.split(self.sizes, -1)
+        q = replay.l2_normed(q.unflatten(-1, (-1, self.key_dim))) / math.sqrt(self.key_dim)
+        k = replay.l2_normed(k.unflatten(-1, (-1, self.key_dim)))
+        v = v.unflatten(-1, (-1, self.value_dim))  # (B, N, H, D_v)
+        beta = self.in_proj_b(x).float().sigmoid()  # (B, N, H)
+        a = self.in_proj_a(x).float() + self.dt_bias.float()
+        g = -self.A_log.float().exp() * F.softplus(a)
+        new = {"qkv": qkv, "k": k, "g": g}
+        if view.groups is not None:
+            o, new["u"] = replay.on_tree(q, k, v, g, beta, past, view)
+        else:
+            if view.valid is not None:  # padding leaves the state as it is
+                g, beta = g * view.valid[..., None], beta * view.valid[..., None]
+            zero = v.new_zeros(B, v.shape[2], self.key_dim, self.value_dim)
+            state = past["states"][:, -1] if past else zero
+            o, new["u"], new["states"] = replay.chunked(q, k, v, g, beta, state, view.marks)
+        z = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim)).float()
+        normed = F.rms_norm(o, (self.value_dim,), self.norm.weight.float(), self.eps)
+        out = (normed * self.gate(z)).flatten(-2).to(x.dtype)
+        return self.out_proj(out), new
 
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
-        C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        C, I = config.hidden_size, width or config.intermediate_size  # noqa: E741
         self.gate_proj = nn.Linear(C, I, bias=False)
         self.up_proj = nn.Linear(C, I, bias=False)
         self.down_proj = nn.Linear(I, C, bias=False)
@@ -211,113 +289,292 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Targets and drafters are stacks of these."""
+class Experts(nn.Module):
+    """All experts' weights, fused: gate rows first, then up rows."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        E, C, I = config.num_experts, config.hidden_size, config.moe_intermediate_size  # noqa: E741
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C))
+        self.down_proj = nn.Parameter(torch.empty(E, C, I))
 
-    def forward(self, x: Tensor, rope, view: View, past=None):
-        attended, new = self.self_attn(self.input_layernorm(x), rope, view, past)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), new
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x (n,C), chosen experts (n,k) -> each one's output (n,k,C): one product per weight over
+        tokens sorted by expert."""
+        n, k = chosen.shape
+        order = chosen.flatten().argsort()
+        count = chosen.new_zeros(len(self.down_proj))
+        count.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        ends = count.cumsum(0).to(torch.int32)
+        gate, up = grouped(x[order // k], self.gate_up_proj, ends).chunk(2, -1)
+        out = grouped(F.silu(gate) * up, self.down_proj, ends)
+        return torch.empty_like(out).index_copy(0, order, out).view(n, k, -1)
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x (n,C) sorted by expert, weight (E,R,C), ends (E,) of each expert's rows -> (n,R)."""
+    if x.shape[1] * x.element_size() % 16:  # the grouped product wants aligned rows
+        parts = x.tensor_split(ends[:-1].tolist())
+        return torch.cat([F.linear(part, one) for part, one in zip(parts, weight)])
+    return F.grouped_mm(x, weight.mT, offs=ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """The k likeliest experts of each token, weighted, and a shared expert behind a gate."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.k, self.renormalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate(flat).float().softmax(-1).topk(self.k, -1)  # (n, k)
+        if self.renormalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        outputs = self.experts(flat, chosen) * weights.to(x.dtype)[..., None]  # (n, k, C)
+        shared = self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat)
+        return (outputs.sum(1) + shared).view_as(x)
+
+
+class NGramTable(nn.Module):
+    """Embeddings of hashed n-grams: one huge table that may stay on the host, in FP8 with a scale
+    or not; only the rows looked up are moved and converted."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.register_buffer("weight_scale", torch.ones(()))
+
+    def forward(self, index: Tensor, dtype) -> Tensor:
+        rows = self.weight[index.to(self.weight.device)].to(index.device)
+        scaled = rows.dtype == torch.float8_e4m3fn
+        return (rows.float() * self.weight_scale).to(dtype) if scaled else rows.to(dtype)
+
+
+class NGramEmbedding(nn.Module):
+    """For each order n = 2..ngram_size and each head: a hash of the last n tokens picks a row."""
+
+    def __init__(self, config: ModelConfig, number: int):
+        super().__init__()
+        multipliers, primes = ngram_hashes(config, number)
+        total, step = sum(primes), config.make_ngram_vocab_size_divisible_by
+        self.heads = config.heads_per_ngram
+        offsets = [sum(primes[:head]) for head in range(len(primes))]
+        self.register_buffer("layer_multipliers", torch.tensor(multipliers))
+        self.register_buffer("ngram_heads_vocab_sizes", torch.tensor(primes))
+        self.register_buffer("ngram_heads_offsets", torch.tensor(offsets))
+        width = config.ple_embed_dim // len(primes)
+        self.ngram_embedding = NGramTable(-(-total // step) * step, width)
+
+    def forward(self, last: Tensor, dtype) -> Tensor:
+        """last (B,N,ngram_size) tokens, newest first -> (B,N,ple_embed_dim)."""
+        terms = last * self.layer_multipliers  # (B, N, ngram_size)
+        mixed, rows = terms[..., 0], []
+        for order in range(1, terms.shape[-1]):
+            mixed = mixed ^ terms[..., order]
+            heads = slice((order - 1) * self.heads, order * self.heads)
+            sizes, offsets = self.ngram_heads_vocab_sizes[heads], self.ngram_heads_offsets[heads]
+            rows.append(mixed[..., None] % sizes + offsets)  # (B, N, heads)
+        return self.ngram_embedding(torch.cat(rows, -1), dtype).flatten(-2)
+
+
+def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
+    """The multipliers (odd, from splitmix64) and the heads' table sizes (primes in a row) of the
+    n-gram layer `number`, as a released model derives them; a checkpoint brings its own."""
+    whole, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+    half = max(1, (2**63 - 1) // config.vocab_size // 2)
+    multipliers = []
+    for index in range(config.ngram_size):
+        z = (config.seed + 10007 * number + golden * (index + 2)) & whole
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & whole
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & whole
+        multipliers.append(2 * ((z ^ z >> 31) % half) + 1)
+    primes, candidate = [], config.ngram_vocab_size_base - 1
+    while len(primes) < (number + 1) * config.ngram_heads:
+        candidate += 1
+        if candidate > 1 and all(candidate % d for d in range(2, math.isqrt(candidate) + 1)):
+            primes.append(candidate)
+    return multipliers, primes[number * config.ngram_heads :]
+
+
+class NGramLayer(nn.Module):
+    """Adds to every residual stream what the last few tokens are known for: a value, gated by how
+    its key agrees with the stream, and a dilated convolution over it. Remembers tokens and the
+    convolution's input."""
+
+    def __init__(self, config: ModelConfig, number: int):
+        super().__init__()
+        C, P, self.streams = config.hidden_size, config.ple_embed_dim, config.num_streams
+        wide, self.size, self.stop = self.streams * C, config.ngram_size, config.eos_token_id
+        self.ple_embedding = NGramEmbedding(config, number)
+        self.key_proj = nn.Linear(P, wide, bias=False)
+        self.value_proj = nn.Linear(P, C, bias=False)
+        norms = (RMSNorm(wide, config.rms_norm_eps, True, self.streams) for _ in range(3))
+        self.norm_key, self.norm_query, self.norm_conv = norms
+        kernel = config.ple_conv_kernel_size
+        self.conv1d = nn.Conv1d(wide, wide, kernel, groups=wide, bias=False)
+
+    def last_tokens(self, tokens: Tensor, view: View, past: dict | None) -> Tensor:
+        """(B,N,ngram_size): the token and those before it in its history, newest first; from the
+        first that is missing or a stop token on, all read as stop tokens. Its own does not cut."""
+        found = [tokens]
+        for depth in range(1, self.size):
+            index = view.ancestor(depth)
+            token = fetch(past and past["tokens"], tokens, index, view.num_trunk_slots)
+            cut = (index < 0) | (found[-1] == self.stop if depth > 1 else False)
+            found.append(torch.where(cut, self.stop, token))
+        return torch.stack(found, -1)
+
+    def forward(self, x: Tensor, tokens: Tensor, view: View, past: dict | None = None):
+        """x (B,N,streams*C) -> what is added to it, what the layer remembers."""
+        split = (self.streams, -1)
+        embedded = self.ple_embedding(self.last_tokens(tokens, view, past), x.dtype)
+        key = self.norm_key(self.key_proj(embedded)).unflatten(-1, split)  # (B, N, streams, C)
+        agree = (key * self.norm_query(x).unflatten(-1, split)).sum(-1, keepdim=True)
+        agree = agree / math.sqrt(key.shape[-1])
+        gate = torch.sigmoid(agree.abs().clamp(min=1e-6).sqrt() * agree.sign())
+        value = (gate * self.value_proj(embedded)[..., None, :]).flatten(-2)
+        conv = self.norm_conv(value)
+        out = value + short_conv(
+            conv, self.conv1d.weight, past and past["conv"], view, self.size
+        )
+        return out, {"tokens": tokens, "conv": conv}
+
+
+class HyperConnection(nn.Module):
+    """How a sublayer reads a token's residual streams, mixed, and (unless it is the last reader)
+    how much of its output each stream takes."""
+
+    def __init__(self, config: ModelConfig, writes: bool = True):
+        super().__init__()
+        self.streams, wide = config.num_streams, config.num_streams * config.hidden_size
+        self.hc_norm = RMSNorm(wide, config.rms_norm_eps, True, self.streams)
+        self.input_mix_weight_down = nn.Linear(wide, config.hc_lowrank, bias=False)
+        self.input_mix_weight_up = nn.Linear(config.hc_lowrank, wide, bias=False)
+        self.block_inject_weight = nn.Linear(wide, self.streams, bias=False) if writes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B,N,streams*C) -> mixed (B,N,C)."""
+        return self.read(x)[0]
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """mixed (B,N,C) and the normed streams (B,N,streams*C)."""
+        normed = self.hc_norm(x)
+        weights = F.silu(self.input_mix_weight_down(normed) / self.streams)
+        weights = self.input_mix_weight_up(weights).sigmoid()
+        return (weights * normed).unflatten(-1, (self.streams, -1)).mean(-2), normed
+
+    def write(self, x: Tensor, normed: Tensor, out: Tensor) -> Tensor:
+        """The streams x with the sublayer's output (B,N,C) added."""
+        shares = 2 * torch.sigmoid(self.block_inject_weight(normed) / self.streams)
+        return x + (shares[..., None] * out[..., None, :]).flatten(-2)
+
+
+class Layer(nn.Module):
+    """What every decoder layer has along the tokens: attention, or the delta rule."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.linear = config.is_linear(index)
+        if self.linear:
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = Attention(config)
+
+    def mix(self, x: Tensor, rope, view: View, past: dict | None):
+        if self.linear:
+            return self.linear_attn(x, view, past)
+        return self.self_attn(x, rope, view, past)
+
+
+class DecoderLayer(Layer):
+    """x + mix(norm(x)), then x + mlp(norm(x)). Targets and drafters are stacks of these."""
+
+    def __init__(self, config: ModelConfig, index: int = 0):
+        super().__init__(config, index)
+        C, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(C, eps, config.hybrid)
+        self.post_attention_layernorm = RMSNorm(C, eps, config.hybrid)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
+        """x (B,N,C) -> x, what the layer remembers, what it read (for taps: its input)."""
+        mixed, new = self.mix(self.input_layernorm(x), rope, view, past)
+        y = x + mixed
+        return y + self.mlp(self.post_attention_layernorm(y)), new, x
+
+
+class StreamLayer(Layer):
+    """The same on several residual streams, read and written by hyper-connections, with a mixture
+    of experts, and an n-gram layer before some."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        own = index + 1 in config.ple_layer_ids
+        self.ple = NGramLayer(config, config.ple_layer_ids.index(index + 1)) if own else None
+        self.attn_hyper_connection = HyperConnection(config)
+        self.mlp_hyper_connection = HyperConnection(config)
+        self.mlp = MixtureOfExperts(config)
+
+    def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
+        """x (B,N,streams*C) -> x, what the layer remembers, what it read (B,N,C)."""
+        extra = {}
+        if self.ple:
+            added, extra = self.ple(x, tokens, view, past)
+            x = x + added
+        entry, normed = self.attn_hyper_connection.read(x)
+        mixed, new = self.mix(entry, rope, view, past)
+        x = self.attn_hyper_connection.write(x, normed, mixed)
+        inner, normed = self.mlp_hyper_connection.read(x)
+        return self.mlp_hyper_connection.write(x, normed, self.mlp(inner)), new | extra, entry
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, and at the end a norm, or the mixer of the residual streams."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kind = StreamLayer if config.streams else DecoderLayer
+        self.layers = nn.ModuleList(kind(config, i) for i in range(config.num_hidden_layers))
+        if config.streams:
+            self.hyper_connection_mixer = HyperConnection(config, writes=False)
+        else:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.hybrid)
 
     def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
-        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's new
-        state.
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, what each layer
+        remembers.
 
-        A tap is the output of decoder layer L (0-based), before any final norm.
+        A tap is the output of decoder layer L (0-based), before any final norm: what layer L + 1
+        reads. With streams that is their mix (B,N,C), after the last layer the final hidden.
         """
         x = self.embed_tokens(tokens)  # (B, N, C)
-        rope = rotary(view.positions, self.config.head_dim, self.config.rope_theta)
-        taps, states = {}, []
+        x = x.repeat(1, 1, self.config.num_streams)
+        rope = rotary(view.positions, self.config.rotary_dim, self.config.rope_theta)
+        entries, states = [], []
         for index, layer in enumerate(self.layers):
-            x, state = layer(x, rope, view, past[index] if past else None)
+            x, state, entry = layer(x, rope, view, past[index] if past else None, tokens)
             states.append(state)
-            if index in tap_ids:
-                taps[index] = x
-        tapped = torch.cat([taps[i] for i in tap_ids], -1) if tap_ids else None
-        return self.norm(x), tapped, states
-
-
-def load_weights(
-    module: nn.Module, folder, device="cpu", dtype=None, rename=lambda name: name, tied=None
-) -> int:
-    """Fill a module (built on meta or not) from a folder's shards, tensor by tensor, straight to
-    device and dtype (None keeps the file's). Returns how many tensors were skipped.
-
-    Loud: every tensor of the module must be there with its shape and finite, every tensor there
-    must be used or renamed to None, which skips it. `tied` {name: other name} may be absent, being
-    the other. FP8 weights with a `_scale_inv` per 128 x 128 block are dequantised (to bfloat16 if
-    dtype is None).
-    """
-    wanted, files = module.state_dict(keep_vars=True), tensor_files(folder)
-    names, skipped = {}, 0
-    for stored in files:
-        name = rename(stored)
-        if name is None:
-            skipped += 1
-        elif not (name.endswith("_scale_inv") and stored.removesuffix("_scale_inv") in files):
-            names[name] = stored
-    names = {n: names[other] for n, other in (tied or {}).items() if other in names} | names
-    if missing := sorted(set(wanted) - set(names)):
-        raise ValueError(f"{folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    if extra := sorted(set(names) - set(wanted)):
-        where = files[names[extra[0]]]
-        raise ValueError(f"{where}: tensor {extra[0]} has no place here ({len(extra)} in all)")
-    opened = {path: open_tensors(path) for path in set(files.values())}
-    found = {}
-    for name in sorted(wanted, key=lambda name: str(files[names[name]])):  # one shard after another
-        stored, shape = names[name], tuple(wanted[name].shape)
-        path = files[stored]
-        has = tuple(opened[path].get_slice(stored).get_shape())
-        if has != shape:
-            raise ValueError(f"{path}: tensor {stored} has shape {has}, the config says {shape}")
-        tensor = opened[path].get_tensor(stored)
-        if not tensor.is_floating_point():
-            raise ValueError(f"{path}: tensor {stored} holds {tensor.dtype}, no floating point")
-        if tensor.dtype == torch.float8_e4m3fn:
-            scales = f"{stored}_scale_inv"
-            if scales not in files:
-                raise ValueError(f"{path}: tensor {stored} is FP8 but {scales} is missing")
-            tensor = dequantised(tensor, opened[files[scales]].get_tensor(scales))
-            tensor = tensor.to(dtype or torch.bfloat16)
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: tensor {stored} holds NaN or infinite values")
-        found[name] = tensor.to(device, dtype)
-    module.load_state_dict(found, assign=True)
-    return skipped
-
-
-def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
-    """weight (R,C) in FP8 times its scale per 128 x 128 block, scales (ceil(R/128),
-    ceil(C/128))."""
-    R, C = weight.shape
-    if scales.shape != (-(-R // FP8_BLOCK), -(-C // FP8_BLOCK)):
-        raise ValueError(f"FP8 scales {tuple(scales.shape)} do not fit a weight of {(R, C)}")
-    whole = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return weight.float() * whole[:R, :C]
+            entries.append(entry if index - 1 in tap_ids else None)
+        hidden = self.hyper_connection_mixer(x) if self.config.streams else self.norm(x)
+        entries.append(hidden if self.config.streams else x)
+        tapped = torch.cat([entries[i + 1] for i in tap_ids], -1) if tap_ids else None
+        return hidden, tapped, states
 
 
 def init_weights(module: nn.Module, std: float = 0.02) -> None:
     """Fresh weights: normal matrices, unit norms. Used as `model.apply(init_weights)`."""
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, nn.Linear | nn.Embedding | NGramTable):
         nn.init.normal_(module.weight, std=std)
+    elif isinstance(module, Experts):
+        nn.init.normal_(module.gate_up_proj, std=std)
+        nn.init.normal_(module.down_proj, std=std)
 
 
 def main():
@@ -331,7 +588,7 @@ def main():
     tokens = torch.tensor([[1, 2, 3, 4]])
     whole, _, _ = decoder(tokens, causal_view(1, 4))
     _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
-    view = View(torch.tensor([[3]]), torch.ones(1, 1, 1, 4, dtype=torch.bool))
+    view = causal_view(1, 1, T=3)
     last, _, _ = decoder(tokens[:, 3:], view, past)
     print(
         "\nfinal hidden of token 3, run with its past, and alone on the cache of tokens 0..2:"

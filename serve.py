@@ -29,8 +29,8 @@ from tqdm import tqdm
 import data
 import files
 from drafter import Drafter, Sampling, draw
-from target import Target, at
-from tree import build_tree
+from target import Target
+from tree import at, build_tree
 
 
 @dataclass
@@ -150,7 +150,7 @@ def _generate_batch(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     taps = drafter.config.target_layer_ids if drafter else ()
-    trunk = target.prefill(tokens, lengths, max_new + 2 * (W + 1), taps)
+    trunk = target.prefill(tokens, lengths, max_new + 2 * (W + 1), taps, checkpoint_every=0)
     memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
     last = at(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
     empty = lengths.new_zeros(len(prompts), 0)

@@ -25,18 +25,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import replay
+from checkpoint import FAMILIES, TABLE, ModelConfig, layout, load_weights
 from data import References, byte_alphabet, load_tokenizer
 from files import checkpoint_folder, exit_code, read_json, save_tensors, write_json
 from loss import make_optimizers, set_rate, update
-from model import FAMILIES, Decoder, ModelConfig, init_weights, load_weights
-from tree import ProposalTree, build_tree, causal_view
+from model import Decoder, init_weights
+from tree import ProposalTree, at, build_tree, causal_view, place, with_room
 
+WIDE = dict(vocab_size=264, hidden_size=128, intermediate_size=384, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)  # fmt: skip
+MIXED = dict(  # three linear layers to one of attention
+    num_hidden_layers=8, layer_types=(*("linear_attention",) * 3, "full_attention") * 2,
+    partial_rotary_factor=0.5, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=32, linear_value_head_dim=32,
+)  # fmt: skip
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
-    "gqa": ModelConfig(
-        vocab_size=264, hidden_size=128, intermediate_size=384, num_hidden_layers=7,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+    "gqa": ModelConfig(num_hidden_layers=7, **WIDE),
+    "gdn": ModelConfig("qwen3_5_text", **WIDE, **MIXED),
+    "qsa": ModelConfig(
+        "qwen4_exp_text", **WIDE, **MIXED, output_gate_type="sigmoid", num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
+        indexer_n_heads=4, indexer_head_dim=32, indexer_budget=64, hc_count=2, hc_lowrank=32,
+        ple_layer_ids=(2,), ple_embed_dim=128, heads_per_ngram=4, ngram_vocab_size_base=2000,
+        make_ngram_vocab_size_divisible_by=8, split_ngram_parts=2, eos_token_id=256,
     ),
 }  # fmt: skip
+CHECKPOINT_EVERY = 64  # tokens between the recurrent states that a trunk keeps
+PREFILL = 1024  # tokens run at once: memory grows with a text's length, not its square
 
 
 @dataclass
@@ -46,20 +62,24 @@ class Trunk:
 
     tokens: Tensor  # (B, S) ids; S >= width leaves room to commit
     lengths: Tensor  # (B,) tokens run by the target
-    states: list[Tensor]  # per layer, keys and values (B, S, 2, H_kv, D)
+    states: list[dict]  # what each layer remembers: tensors (B, S, ...) by position, see model.py
     tap_ids: tuple[int, ...]
     width: int  # no row is longer; known on the host
     hidden: Tensor | None = None  # (B, S, C) final hidden; None once serving has no use for it
     taps: Tensor | None = None  # (B, S, len(tap_ids) * C), likewise
+    only_end: bool = False  # recurrent layers know the state after the last token and no other
 
     def select(self, rows: Tensor) -> "Trunk":
         """The trunk of these rows only; serving drops the rows that have finished."""
-        pick = [
-            None if t is None else t[rows]
-            for t in (self.tokens, self.lengths, self.hidden, self.taps)
-        ]
-        states = [state[rows] for state in self.states]
-        return Trunk(pick[0], pick[1], states, self.tap_ids, self.width, *pick[2:])
+        pick = [None if t is None else t[rows] for t in (self.tokens, self.lengths, self.hidden,
+                                                         self.taps)]  # fmt: skip
+        states = [{name: t[rows] for name, t in state.items()} for state in self.states]
+        return Trunk(*pick[:2], states, self.tap_ids, self.width, *pick[2:], self.only_end)
+
+    @property
+    def nbytes(self) -> int:
+        held = [self.tokens, self.hidden, self.taps, *(t for s in self.states for t in s.values())]
+        return sum(t.nbytes for t in held if t is not None)
 
 
 @dataclass
@@ -70,31 +90,7 @@ class Scored:
     hidden: Tensor
     nodes: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
-    states: list[Tensor]  # per layer, keys and values of the nodes (B, N, 2, H_kv, D)
-
-
-def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Write new (B,P,...) into cache (B,S,...) at slots (B,P), in place."""
-    rows = torch.arange(len(cache), device=cache.device)[:, None]
-    cache[rows, slots] = new.to(cache.dtype)
-
-
-def at(values: Tensor, index: Tensor) -> Tensor:
-    """values (B,T,...) at index (B,P) -> (B,P,...)."""
-    return values[torch.arange(len(values), device=values.device)[:, None], index]
-
-
-def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots; the new ones are zero: masked is not unread."""
-    lack = width - cache.shape[1]
-    if lack <= 0:
-        return cache
-    return torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
-
-
-def _named(stored: str) -> str | None:
-    """Old conversions store the rotary frequencies, which follow from the config: skipped."""
-    return None if stored.endswith(".rotary_emb.inv_freq") else stored
+    states: list[dict]  # what each layer remembers of the nodes, (B, N, ...)
 
 
 class Target(nn.Module):
@@ -108,6 +104,7 @@ class Target(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.tap_ids = default_taps(config.num_hidden_layers)
+        self.tail = config.linear_conv_kernel_dim - 1  # tokens that a short convolution looks back
         # ids that stand for text; rows beyond are never proposed
         self.num_tokens = config.vocab_size
 
@@ -122,29 +119,49 @@ class Target(nn.Module):
         return self.head(self.model(tokens, causal_view(*tokens.shape, tokens.device))[0])
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, lengths: Tensor, room: int = 0, tap_ids=None) -> Trunk:
-        """Run a right-padded batch tokens (B,T), lengths (B,). `room`: slots to commit into without
-        copying; `tap_ids`: the layers to tap, by default the target's own."""
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, room: int = 0, tap_ids=None, chunk: int = PREFILL,
+        checkpoint_every: int = CHECKPOINT_EVERY,
+    ) -> Trunk:  # fmt: skip
+        """Run a right-padded batch tokens (B,T), lengths (B,), `chunk` tokens at a time. `room`:
+        slots to commit into without copying; `tap_ids`: the layers to tap, by default the target's
+        own; `checkpoint_every`: tokens between recurrent states kept, so that a tree may hang
+        anywhere; 0 keeps the last alone, which is all that serving needs."""
         B, T = tokens.shape
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
         tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
-        view = causal_view(B, T, tokens.device)
-        hidden, taps, states = self.model(tokens, view, tap_ids=tap_ids)
-        tokens, *states = (with_room(t, T + room) for t in (tokens.clone(), *states))
-        return Trunk(tokens, lengths, states, tap_ids, longest, hidden, taps)
+        empty = with_room(tokens[:, :0], T + room)
+        trunk = Trunk(empty, torch.zeros_like(lengths), [], tap_ids, 0)
+        trunk.only_end, outputs = not checkpoint_every, []
+        for start in range(0, T, chunk):
+            part = tokens[:, start : start + chunk]
+            n = part.shape[1]
+            numbers = torch.arange(n, device=tokens.device)
+            valid = start + numbers < lengths[:, None]  # (B, n)
+            every = checkpoint_every or T + 1
+            marks = tuple(range(every - 1 - start % every, n, every))
+            view = causal_view(B, n, tokens.device, start, valid, marks)
+            hidden, taps, states = self.model(part, view, trunk.states, tap_ids)
+            path = torch.where(valid, numbers, -1)
+            trunk = self._extended(trunk, part, None, None, states, path, start + n, marks)
+            outputs.append((hidden, taps))
+        hiddens, taps = zip(*outputs)
+        hidden, taps = torch.cat(hiddens, 1), torch.cat(taps, 1) if tap_ids else None
+        return replace(trunk, width=longest, hidden=hidden, taps=taps)
 
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
         """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
-        if trunk.hidden is None and not tree.only_nodes:
-            raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
+        if not tree.only_nodes:
+            if trunk.hidden is None:
+                raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
+            if trunk.only_end and any("base" in state for state in trunk.states):
+                raise ValueError("this trunk keeps recurrent state at its end alone")
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
-        past = [with_room(state, T) for state in trunk.states]  # T may count an anchor not run yet
-        if T < trunk.width:  # nodes must not be written into slots in use
-            past = [state[:, :T] for state in past]
+        past = [self._reaching(state, T, trunk.width) for state in trunk.states]
         node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
@@ -152,6 +169,14 @@ class Target(nn.Module):
             on_trunk = at(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)
         return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
+
+    @staticmethod
+    def _reaching(state: dict, T: int, width: int) -> dict:
+        """What a layer remembers, T slots of it at least: T may count an anchor not run yet, and
+        nodes must not be written into slots in use."""
+        by_position = replay.by_position(state)
+        end = T if T < width else None
+        return state | {name: with_room(state[name], T)[:, :end] for name in by_position}
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
         """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""
@@ -165,26 +190,46 @@ class Target(nn.Module):
         Writes in place where there is room, so go on with the trunk returned and not the old one.
         Slots are written for all P columns; those of the -1 lie beyond the new length: leftovers.
         """
-        nodes = path.clamp(min=0)
         width = trunk.width + path.shape[1]
-        slots = trunk.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        return self._extended(
+            trunk, tree.tokens, scored.nodes, scored.taps, scored.states, path, width
+        )
+
+    def _extended(self, trunk, tokens, hidden, taps, states, path, width, marks=()) -> Trunk:
+        """The trunk with the tokens (B,N) numbered by path (B,P; -1 behind the last) behind it."""
+        numbers, before = path.clamp(min=0), trunk.lengths
+        slots = before[:, None] + torch.arange(path.shape[1], device=path.device)
+        room = max(trunk.tokens.shape[1], width)
+        first = not trunk.states
 
         def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
+            if first and new is not None:
+                cache = with_room(new[:, :0], room)
             if cache is None:
                 return None
             if cache.shape[1] < width:  # more than was reserved: double it
                 cache = with_room(cache, 2 * width)
-            place(cache, at(new, nodes), slots)
+            place(cache, at(new, numbers), slots)
             return cache
 
+        def remembered(past: dict | None, new: dict) -> dict:
+            kept = {}
+            if "u" in new:
+                kept = replay.ends(past, new, path, before, marks)
+                if trunk.only_end:
+                    kept |= replay.tail(past, new, path, before, self.tail)
+            rest = [name for name in new if name not in kept]
+            return kept | {name: extended(past and past[name], new[name]) for name in rest}
+
         return Trunk(
-            extended(trunk.tokens, tree.tokens),
-            trunk.lengths + (path >= 0).sum(1),
-            [extended(cache, new) for cache, new in zip(trunk.states, scored.states)],
+            extended(trunk.tokens, tokens),
+            before + (path >= 0).sum(1),
+            [remembered(*pair) for pair in zip(trunk.states or [None] * len(states), states)],
             trunk.tap_ids,
             width,
-            extended(trunk.hidden, scored.nodes),
-            extended(trunk.taps, scored.taps),
+            extended(trunk.hidden, hidden),
+            extended(trunk.taps, taps),
+            trunk.only_end,
         )
 
     # -- making, loading, saving
@@ -209,7 +254,9 @@ class Target(nn.Module):
         )
         with torch.device("meta"):
             target = cls(config)
-        load_weights(target, folder, device, dtype, _named, target.tied_names())
+        skipped = load_weights(target, folder, device, dtype, layout(config), target.tied_names())
+        if skipped:
+            print(f"{folder}: {skipped} tensors skipped (images, drafting heads, rotary tables)")
         if config.tie_word_embeddings:  # loading assigned them one by one
             target.lm_head.weight = target.model.embed_tokens.weight
         if (folder / "tokenizer.json").is_file():
@@ -233,6 +280,12 @@ class Target(nn.Module):
         """An ordinary folder of the target's family; `extra` goes into config.json."""
         folder = Path(folder)
         tensors = {k: v for k, v in self.state_dict().items() if k not in self.tied_names()}
+        for name in [name for name in tensors if name.endswith(TABLE)]:  # as releases have it
+            shards = tensors.pop(name).chunk(self.config.split_ngram_parts)
+            stem = name.removesuffix("weight")
+            tensors |= {f"{stem}shard_{i}.weight": shard for i, shard in enumerate(shards)}
+            if shards[0].dtype != torch.float8_e4m3fn:
+                del tensors[f"{stem}weight_scale"]
         save_tensors(folder / "model.safetensors", tensors)
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
@@ -245,19 +298,17 @@ class Trunks:
 
     def __init__(self, target: Target, references: References, cache_gib: float):
         self.target, self.references, self.cache = target, references, None
-        parts = target.config
-        per_token = 2 * parts.num_key_value_heads * parts.head_dim * parts.num_hidden_layers
-        per_token += parts.hidden_size * (1 + len(target.tap_ids))
-        size = references.tokens.numel() * per_token * target.lm_head.weight.element_size()
-        if size <= cache_gib * 2**30:
-            rows = torch.arange(len(references.lengths))
-            pieces = [self._prefill(part) for part in rows.split(32)]
-            names = ("tokens", "lengths", "hidden", "taps")
-            whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
-            states = [torch.cat(parts) for parts in zip(*(piece.states for piece in pieces))]
-            self.cache = replace(
-                pieces[0], **whole, states=states, width=max(p.width for p in pieces)
-            )
+        parts = torch.arange(len(references.lengths)).split(32)
+        pieces = [self._prefill(parts[0])]
+        if pieces[0].nbytes * len(references.lengths) / len(parts[0]) > cache_gib * 2**30:
+            return
+        pieces += [self._prefill(part) for part in parts[1:]]
+        names = ("tokens", "lengths", "hidden", "taps")
+        whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+        layers = zip(*(piece.states for piece in pieces))
+        states = [{n: torch.cat([s[n] for s in same]) for n in same[0]} for same in layers]
+        width = max(piece.width for piece in pieces)
+        self.cache = replace(pieces[0], **whole, states=states, width=width)
 
     def _prefill(self, rows: Tensor) -> Trunk:
         device = self.target.lm_head.weight.device
@@ -371,7 +422,7 @@ def describe(folder: str) -> None:
     print(f"stop ids    {list(tokenizer.stop_ids)}\n")
     text = tokenizer.chat([{"role": "user", "content": "Hello!"}])
     ids = torch.tensor([tokenizer.encode(text)])
-    trunk = target.prefill(ids, torch.tensor([ids.shape[1]]), room=24)
+    trunk = target.prefill(ids, torch.tensor([ids.shape[1]]), room=24, checkpoint_every=0)
     token, said = target.head(trunk.hidden[:, -1]).argmax(-1), []
     while len(said) < 20 and int(token) not in tokenizer.stop_ids:
         said.append(int(token))  # plain decoding is a chain of the anchor alone

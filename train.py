@@ -36,8 +36,8 @@ from drafter import Drafter, Sampling
 from files import flag
 from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
-from target import Target, Trunk, Trunks, at, train_toy, write_byte_tokenizer
-from tree import build_tree, draw_anchors
+from target import Target, Trunk, Trunks, train_toy, write_byte_tokenizer
+from tree import at, build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
 TEMPERATURES = (0.0, 1.0)

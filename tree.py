@@ -20,7 +20,7 @@ one branch.
     pytest tests/test_tree.py   the packed = alone tests
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,19 +29,93 @@ from torch import Tensor
 @dataclass
 class View:
     """What a layer may know about the past of the N tokens it is given; nothing else is passed to
-    it."""
+    it.
+
+    A *linear* view (no groups) is a stretch of text: packed index = position, each token comes
+    after the one before it. Otherwise the tokens are a tree's nodes, and `groups` lists them by the
+    trunk position that their histories leave the trunk at.
+    """
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
-    mask: Tensor | None  # (B, 1, N, T+N) bool, True = visible; None = plain causal over N, no trunk
+    parents: Tensor  # (B, N) packed index of the token before, -1 for none
+    num_trunk_slots: int = 0  # T
+    mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible; None = plain causal, T = 0
+    valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
+    roots: Tensor | None = None  # (B, P) trunk position, -1 for the start
+    groups: Tensor | None = None  # (B, P, m) node numbers, -1 behind the last
+    max_depth: int = 0  # nodes on the longest chain of a tree
+    marks: tuple[int, ...] = ()  # linear: the tokens after which recurrent state is to be kept
+    _above: list[Tensor] = field(default_factory=list)
 
-    @property
-    def num_trunk_slots(self) -> int:
-        return 0 if self.mask is None else self.mask.shape[-1] - self.mask.shape[-2]
+    def ancestor(self, depth: int) -> Tensor:
+        """(B, N) packed index: 0 the token itself, 1 its parent, ...; -1 before the first
+        token."""
+        T = self.num_trunk_slots
+        if not self._above:
+            B, N = self.parents.shape
+            self._above.append(torch.arange(T, T + N, device=self.parents.device).expand(B, N))
+        while len(self._above) <= depth:
+            last = self._above[-1]
+            above = (last - 1).clamp(min=-1)
+            if self.groups is not None:
+                parents = self.parents.gather(1, (last - T).clamp(min=0))
+                above = torch.where(last >= T, parents, above)
+            self._above.append(above)
+        return self._above[depth]
+
+    def visible(self) -> Tensor:
+        """The mask, written out if it was implied."""
+        if self.mask is None:
+            N = self.positions.shape[1]
+            self.mask = causal_mask(0, N, self.positions.device)
+        return self.mask
 
 
-def causal_view(B: int, T: int, device=None) -> View:
-    """The view of a prefill: token t comes after token t - 1, and there is no trunk yet."""
-    return View(torch.arange(T, device=device).expand(B, T), None)
+def at(values: Tensor, index: Tensor) -> Tensor:
+    """values (B,T,...) at index (B,P) -> (B,P,...)."""
+    return values[torch.arange(len(values), device=values.device)[:, None], index]
+
+
+def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write new (B,P,...) into cache (B,S,...) at slots (B,P), in place."""
+    rows = torch.arange(len(cache), device=cache.device)[:, None]
+    cache[rows, slots] = new.to(cache.dtype)
+
+
+def fetch(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -> Tensor:
+    """The entries (B,P,...) at packed index (B,P), zero where it is below 0: from T on the new ones
+    (B,N,...), before T the past's (B,S,...), whose slot 0 is position `base`."""
+
+    def spread(condition: Tensor) -> Tensor:
+        return condition.view(*condition.shape, *(1,) * (new.dim() - 2))
+
+    found = at(new, (index - T).clamp(0, new.shape[1] - 1))
+    if past is not None:
+        older = at(past, (index - base).clamp(0, past.shape[1] - 1)).to(new.dtype)
+        found = torch.where(spread(index >= T), found, older)
+    return torch.where(spread(index >= 0), found, 0)
+
+
+def with_room(cache: Tensor, width: int) -> Tensor:
+    """cache (B,S,...) with at least `width` slots; the new ones are zero: masked is not unread."""
+    lack = width - cache.shape[1]
+    if lack <= 0:
+        return cache
+    return torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
+
+
+def causal_mask(T: int, N: int, device=None) -> Tensor:
+    """(1, 1, N, T+N): N tokens behind T."""
+    ones = torch.ones(N, T + N, dtype=torch.bool, device=device)
+    return ones.tril(T)[None, None]
+
+
+def causal_view(B: int, N: int, device=None, T: int = 0, valid=None, marks=()) -> View:
+    """The view of a prefill, or of its next chunk behind T tokens: each token comes after the one
+    before it."""
+    positions = torch.arange(T, T + N, device=device).expand(B, N)
+    mask = causal_mask(T, N, device) if T else None
+    return View(positions, positions - 1, T, mask, valid, marks=marks)
 
 
 @dataclass
@@ -55,6 +129,8 @@ class ProposalTree:
     trunk_ends: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
     valid: Tensor  # (B, N) bool
     slots: Tensor  # (B, A, K, W+1) packed index, -1 where no p is needed
+    roots: Tensor  # (B, P) the trunk positions that histories leave the trunk at, -1 the start
+    groups: Tensor  # (B, P, m) the nodes of each root, -1 behind the last
     num_trunk_slots: int  # T
     max_depth: int  # nodes on the longest chain
     only_nodes: bool = False  # True: no slot lies on the trunk
@@ -67,15 +143,8 @@ class ProposalTree:
     def ancestors(self, depth: int) -> Tensor:
         """(B, N, depth) packed indices: the node itself, its parent, ...; -1 before the first
         token."""
-        B, N = self.parents.shape
-        T = self.num_trunk_slots
-        current = torch.arange(T, T + N, device=self.parents.device).expand(B, N)
-        table = [current]
-        for _ in range(depth - 1):
-            above = self.parents.gather(1, (current - T).clamp(min=0))
-            current = torch.where(current >= T, above, (current - 1).clamp(min=-1))
-            table.append(current)
-        return torch.stack(table, -1)
+        view = self.view()
+        return torch.stack([view.ancestor(d) for d in range(depth)], -1)
 
     def view(self) -> View:
         """The tree as the layers see it: the trunk up to `trunk_ends`, and the ancestors."""
@@ -83,11 +152,14 @@ class ProposalTree:
         T = self.num_trunk_slots
         slots = torch.arange(T, device=self.parents.device)
         on_trunk = slots <= self.trunk_ends[..., None]  # (B, N, T)
-        table = self.ancestors(self.max_depth) - T
+        view = View(self.positions, self.parents, T, None, self.valid, self.roots, self.groups)
+        view.max_depth = self.max_depth
+        table = torch.stack([view.ancestor(d) for d in range(self.max_depth)], -1) - T
         # trunk and nothing go to a column that is cut off
         table = torch.where(table >= 0, table, N)
         among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, table, True)[..., :N]
-        return View(self.positions, torch.cat([on_trunk, among_nodes], -1)[:, None])
+        view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]
+        return view
 
 
 def build_tree(
@@ -137,12 +209,20 @@ def build_tree(
     if not fields["tokens"].shape[1]:
         fill = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         fields = {name: fields[name].new_full((B, 1), fill[name]) for name in fill}
+    if merge or not chains.shape[-1]:
+        roots, groups = _grouped(fields["trunk_ends"], fields["valid"])
+    else:  # a chain's nodes lie together, an anchor's chains too
+        roots = ends.view(B, A, K)[..., 0].clamp(min=-1)
+        nodes = torch.arange(fields["tokens"].shape[1], device=tokens.device)
+        groups = nodes.view(1, A, -1).expand(B, -1, -1)
     if not include_anchor:  # p_1 from the trunk; no p_{W+1}
         start = torch.where(present & (rows[..., 0] >= 0), ends, -1)[..., None]
         places = torch.cat([start, places, torch.full_like(start, -1)], -1)
     return ProposalTree(
         **fields,
         slots=places.view(B, A, K, W + 1),
+        roots=roots,
+        groups=groups,
         num_trunk_slots=T,
         max_depth=max(chains.shape[-1], 1),
         only_nodes=include_anchor and not merge,
@@ -164,6 +244,22 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
         valid=usable,
     )
     return places, {name: value.reshape(B, R * E) for name, value in fields.items()}
+
+
+def _grouped(trunk_ends: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes (B,N), in ascending order of trunk_ends, by trunk end: roots (B,P), groups (B,P,m)."""
+    B, N = trunk_ends.shape
+    index = torch.arange(N, device=valid.device).expand(B, N)
+    first = valid.clone()
+    first[:, 1:] &= trunk_ends[:, 1:] != trunk_ends[:, :-1]
+    group = (first.cumsum(1) - 1).clamp(min=0)
+    within = index - torch.where(first, index, 0).cummax(1).values
+    P, m = int(group.max()) + 1, int(torch.where(valid, within, 0).max()) + 1
+    group = torch.where(valid, group, P)  # padding goes to a row that is cut off
+    roots = trunk_ends.new_full((B, P + 1), -1).scatter_(1, group, trunk_ends)[:, :P]
+    groups = index.new_full((B, (P + 1) * m), -1)
+    groups.scatter_(1, group * m + torch.where(valid, within, 0), index)
+    return roots, groups.view(B, P + 1, m)[:, :P]
 
 
 def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
@@ -232,7 +328,8 @@ def block_view(anchors: Tensor, block: int, num_context: int) -> View:
     context = (slots < anchors[..., None]).repeat_interleave(block, 1)  # (B, A*b, T)
     own = torch.arange(A, device=anchors.device).repeat_interleave(block)
     same = (own[:, None] == own).expand(B, -1, -1)  # (B, A*b, A*b)
-    return View(positions.flatten(1), torch.cat([context, same], -1)[:, None])
+    mask = torch.cat([context, same], -1)[:, None]
+    return View(positions.flatten(1), positions.flatten(1) - 1, num_context, mask)
 
 
 def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,26 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from drafter import Drafter  # noqa: E402
+from replay import PER_TOKEN, by_position  # noqa: E402
 from target import Target  # noqa: E402
 
 SMALL = dict(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
 )  # fmt: skip
+MIXED = dict(  # small linear layers beside it; the last layer is one of attention
+    num_hidden_layers=4, layer_types=(*("linear_attention",) * 3, "full_attention"),
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)  # fmt: skip
+SPARSE = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, indexer_n_heads=4,
+    shared_expert_intermediate_size=16, indexer_head_dim=8, indexer_budget=8, hc_lowrank=8,
+    indexer_compress_ratio=2, ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50,
+    eos_token_id=20,
+)  # fmt: skip
+SMALL_OF = {"gqa": SMALL, "gdn": SMALL | MIXED, "qsa": SMALL | MIXED | SPARSE}
+ARCHS = tuple(SMALL_OF)
 
 
 def randomise(module: torch.nn.Module, seed: int, std: float) -> None:
@@ -25,10 +39,13 @@ def randomise(module: torch.nn.Module, seed: int, std: float) -> None:
         for parameter in module.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * std if parameter.dim() > 1 else 1 + 0.3 * noise)
+        for name, parameter in module.named_parameters():  # convolutions see their neighbours
+            if name.endswith("conv1d.weight"):
+                parameter.mul_(2)
 
 
-def small_target(seed: int = 0, std: float = 0.25, **changes) -> Target:
-    target = Target.toy(**(SMALL | changes)).requires_grad_(False)
+def small_target(seed: int = 0, std: float = 0.25, arch: str = "gqa", **changes) -> Target:
+    target = Target.toy(arch, **(SMALL_OF[arch] | changes)).requires_grad_(False)
     randomise(target, seed, std)
     target.num_tokens = target.config.vocab_size - 2
     return target
@@ -38,6 +55,28 @@ def small_drafter(target: Target, seed: int = 1, block_size: int = 5, **options)
     drafter = Drafter.fresh(target, 2, block_size, **options)
     randomise(drafter, seed, 0.25)
     return drafter
+
+
+def state_gap(trunk, row: int, alone) -> float:
+    """The largest difference between what a trunk holds of one row and a trunk of that row alone,
+    as a share of the largest value there."""
+    length = int(alone.lengths[0])
+    pairs = [(trunk.hidden[row, :length], alone.hidden[0, :length])]
+    pairs += [(trunk.taps[row, :length], alone.taps[0, :length])]
+    for kept, wanted in zip(trunk.states, alone.states):
+        assert kept.keys() == wanted.keys()
+        for name in by_position(kept):
+            pairs.append((kept[name][row, :length], wanted[name][0, :length]))
+        if "states" in kept:
+            pairs.append((kept["states"][row, -1], wanted["states"][0, -1]))
+            assert kept["after"][row, -1] == wanted["after"][0, -1] == length - 1
+        if "base" in kept:
+            assert kept["base"][row] == wanted["base"][0]
+            pairs += [(kept[name][row], wanted[name][0]) for name in PER_TOKEN]
+    return max(
+        ((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1)).item()
+        for a, b in pairs
+    )
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 
 import data
 import files
+from checkpoint import load_weights
 from data import References
-from model import load_weights
 from target import write_byte_tokenizer
 
 

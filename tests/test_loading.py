@@ -10,9 +10,9 @@ import torch
 from conftest import SMALL, randomise, small_target
 from safetensors.torch import load_file, save_file
 
+from checkpoint import FP8_BLOCK
 from data import load_tokenizer
 from files import checkpoint_folder
-from model import FP8_BLOCK
 from target import Target, write_byte_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,7 @@ tests/test_target.py`"""
 
 import pytest
 import torch
-from conftest import small_target
+from conftest import ARCHS, small_target, state_gap
 
 from target import Target, default_taps
 from tree import build_tree
@@ -15,29 +15,32 @@ def text(B, T, seed=0, vocab=20):
     return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def test_prefill_of_unequal_lengths_equals_each_row_alone(target):
-    tokens, lengths = text(3, 20), torch.tensor([20, 7, 13])
-    trunk = target.prefill(tokens, lengths, room=5)
+@pytest.mark.parametrize("every", [0, 1, 5, 64])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_prefill_of_unequal_lengths_equals_each_row_alone(arch, every):
+    target, tokens, lengths = small_target(arch=arch), text(3, 20), torch.tensor([20, 7, 13])
+    trunk = target.prefill(tokens, lengths, room=5, checkpoint_every=every)
     for row, length in enumerate(lengths.tolist()):
-        one = target.prefill(tokens[row : row + 1, :length], torch.tensor([length]))
-        for name in ("hidden", "taps"):
-            torch.testing.assert_close(
-                getattr(trunk, name)[row, :length], getattr(one, name)[0], atol=1e-5, rtol=0
-            )
-        for cache, alone in zip(trunk.states, one.states):
-            torch.testing.assert_close(cache[row, :length], alone[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(target.head(trunk.hidden[0]), target(tokens)[0], atol=1e-5, rtol=0)
+        one = target.prefill(
+            tokens[row : row + 1, :length], torch.tensor([length]), checkpoint_every=every
+        )
+        assert state_gap(trunk, row, one) < 1e-4
+    gap = (target.head(trunk.hidden[0]) - target(tokens)[0]).abs().max()
+    assert gap < 1e-5 * target(tokens)[0].abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("room", [0, 40])
-def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
+@pytest.mark.parametrize("every", [0, 3, 64])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_after_every_commit_all_state_equals_a_fresh_prefill(arch, every, room):
     """Rounds with 0, 1, W-1 and W accepted drafts, other counts in each row, junk tokens
     rejected."""
     torch.manual_seed(0)
+    target = small_target(arch=arch)
     texts = [text(1, n, seed=n)[0].tolist() for n in (9, 3, 14, 6)]
     lengths = torch.tensor([len(t) for t in texts])
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in texts], batch_first=True)
-    trunk = target.prefill(tokens, lengths, room=room)
+    trunk = target.prefill(tokens, lengths, room=room, checkpoint_every=every)
     for counts in ([0, 1, W - 1, W], [W, 0, 1, W - 1], [1, W, 0, 0], [W - 1, W - 1, W, 1]):
         anchors, drafts = torch.randint(0, 20, (4, 1)), torch.randint(0, 20, (4, 1, 1, W))
         at_anchor = trunk.lengths[:, None]
@@ -56,30 +59,41 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(target, room):
         for row, committed in enumerate(texts):
             assert trunk.lengths[row] == len(committed)
             assert trunk.tokens[row, : len(committed)].tolist() == committed
-            fresh = target.prefill(torch.tensor([committed]), torch.tensor([len(committed)]))
-            kept, wanted = ([*t.states, t.hidden, t.taps] for t in (trunk, fresh))
-            for cache, alone in zip(kept, wanted):
-                torch.testing.assert_close(
-                    cache[row, : len(committed)], alone[0], atol=1e-5, rtol=0
-                )
+            alone = torch.tensor([committed])
+            length = torch.tensor([len(committed)])
+            fresh = target.prefill(alone, length, checkpoint_every=every)
+            assert state_gap(trunk, row, fresh) < 1e-4
+    if not every and arch != "gqa":
+        return
     anchors, branches = torch.tensor([[2, 5]] * 4), torch.randint(0, 20, (4, 2, 3, W))
     tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches)
     slow = target.prefill(trunk.tokens, trunk.lengths)
     torch.testing.assert_close(
-        target.branch_probs(trunk, tree), target.branch_probs(slow, tree), atol=1e-5, rtol=0
+        target.branch_probs(trunk, tree), target.branch_probs(slow, tree), atol=1e-4, rtol=0
     )
 
 
-def test_a_tree_on_fewer_slots_than_the_trunk_holds_does_not_write_into_it(target):
-    tokens, lengths = text(1, 20), torch.tensor([20])
+@pytest.mark.parametrize("arch", ["gdn", "qsa"])
+def test_a_trunk_that_keeps_its_end_alone_says_so(arch):
+    target, tokens, lengths = small_target(arch=arch), text(1, 9), torch.tensor([9])
+    trunk = target.prefill(tokens, lengths, checkpoint_every=0)
+    tree = build_tree(tokens, lengths, torch.tensor([[3]]), text(1, W).view(1, 1, 1, W))
+    with pytest.raises(ValueError, match="end alone"):
+        target.score(trunk, tree)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_tree_on_fewer_slots_than_the_trunk_holds_does_not_write_into_it(arch):
+    target, tokens, lengths = small_target(arch=arch), text(1, 20), torch.tensor([20])
     trunk = target.prefill(tokens, lengths, room=20)
-    before = [state.clone() for state in trunk.states]
+    before = [{name: t.clone() for name, t in state.items()} for state in trunk.states]
     anchors, branches = torch.tensor([[3]]), text(1, W).view(1, 1, 1, W)
     small, whole = (
         build_tree(tokens[:, :n], lengths.clamp(max=n), anchors, branches) for n in (8, 20)
     )
     p = target.branch_probs(trunk, small)
-    assert all(torch.equal(a[:, :20], b[:, :20]) for a, b in zip(before, trunk.states))
+    for old, new in zip(before, trunk.states):
+        assert all(torch.equal(old[name][:, :20], new[name][:, :20]) for name in old)
     torch.testing.assert_close(p, target.branch_probs(trunk, whole), atol=1e-5, rtol=0)
 
 
@@ -123,15 +137,16 @@ def test_taps_are_spread_evenly():
         assert taps and all(0 <= t < layers for t in taps) and list(taps) == sorted(set(taps))
 
 
-def test_scoring_leaves_the_trunk_as_it_was(target):
-    tokens, lengths = text(2, 12), torch.tensor([12, 9])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scoring_leaves_the_trunk_as_it_was(arch):
+    target, tokens, lengths = small_target(arch=arch), text(2, 12), torch.tensor([12, 9])
     trunk = target.prefill(tokens, lengths, room=30)
     anchors, branches = torch.tensor([[3, 8], [2, 7]]), text(2 * 2 * 2, W, seed=1).view(2, 2, 2, W)
     tree = build_tree(trunk.tokens[:, :12], lengths, anchors, branches)
     first, second = (target.branch_probs(trunk, tree) for _ in range(2))
     assert torch.equal(first, second)
-    for cache, fresh in zip(trunk.states, target.prefill(tokens, lengths).states):
-        assert torch.equal(cache[:, :12], fresh)
+    for kept, fresh in zip(trunk.states, target.prefill(tokens, lengths).states):
+        assert all(torch.equal(kept[name][:, :12], fresh[name]) for name in fresh)
 
 
 def test_lengths_that_do_not_fit_are_named(target):
