@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import replay
 from checkpoint import ModelConfig
-from tree import View, causal_view, fetch
+from tree import View, block_ends, block_mask, causal_view, fetch, highest
 
 # ---------------------------------------------------------------------------------------- functions
 
@@ -70,17 +70,6 @@ def short_conv(x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilat
         there = fetch(past, x, index, view.num_trunk_slots, base)
         total = total + there.float() * weight[:, 0, tap].float()
     return F.silu(total).to(x.dtype)
-
-
-def chosen_blocks(scores: Tensor, num_blocks: int) -> Tensor:
-    """Marks the num_blocks highest of scores (B,N,M), -inf = not to be had; of equal ones the
-    earlier."""
-    if scores.shape[-1] <= num_blocks:
-        return scores > -torch.inf
-    edge = scores.topk(num_blocks, -1).values[..., -1:]
-    above, equal = scores > edge, (scores == edge) & (scores > -torch.inf)
-    left = num_blocks - above.sum(-1, keepdim=True)
-    return above | equal & (equal.cumsum(-1) <= left)
 
 
 # ------------------------------------------------------------------------------------------ modules
@@ -181,45 +170,33 @@ class Indexer(nn.Module):
         block = self.k_layernorm(mean.to(raw.dtype))[:, :, None]
         return {"raw": raw, "block": rotate(block, start)[:, :, 0]}
 
-    def scores(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor):
-        """(B,N,M) of the M block ends, -inf where it is none of the token's history; packed index
-        (M,) of the block ends: the trunk's, and in a tree every node's."""
-        r, T, N = self.ratio, view.num_trunk_slots, x.shape[1]
+    def queries(self, x: Tensor, rope) -> Tensor:
         q = F.linear(x, self.index_qk_proj.weight[: -self.head_dim])
-        q = rotate(self.q_layernorm(q.unflatten(-1, (-1, self.head_dim))), rope)  # (B, N, H, D)
-        text = T + N if view.groups is None else T  # packed index = position up to here
-        columns = torch.arange(r - 1, text, r, device=x.device)
-        keys = joined(past and past["block"], block, T)
-        ends = torch.ones_like(columns, dtype=torch.bool)[None]  # (1, M)
-        if view.groups is not None:
-            columns = torch.cat([columns, torch.arange(T, T + N, device=x.device)])
-            inner = (view.positions + 1) % r == 0
-            ends = torch.cat([ends.expand(len(x), -1), inner], 1)
-        products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, columns].float())
-        scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
-        seen = view.visible()[:, 0, :, columns] & ends[:, None]
-        return scores.masked_fill(~seen, -torch.inf), columns
+        return rotate(self.q_layernorm(q.unflatten(-1, (-1, self.head_dim))), rope)  # (B, N, H, D)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor) -> Tensor:
         """The attention mask (B,1,N,T+N)."""
-        r, T = self.ratio, view.num_trunk_slots
-        scores, columns = self.scores(x, rope, view, past, block)
-        chosen = chosen_blocks(scores, self.num_blocks)
-        B, N, M = chosen.shape
-        on_text = M if view.groups is None else M - N
-        mask = chosen.new_zeros(B, N, T + N + 1)  # the last column takes what is to be dropped
-        mask[..., : on_text * r] = chosen[..., :on_text].repeat_interleave(r, -1)
-        # the incomplete block, and in a tree the chosen blocks that end in it, by ancestors
-        history = torch.stack([view.ancestor(d) for d in range(view.max_depth + r - 1)], -1)
-        depth = torch.arange(history.shape[-1], device=x.device)
-        picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth)
-        if view.groups is not None:
-            ends = history[..., : view.max_depth] - T
-            own = chosen[..., on_text:].gather(2, ends.clamp(min=0)) & (ends >= 0)
-            for shift in range(r):  # a block is its end and r - 1 tokens before it
-                picked[..., shift : shift + view.max_depth] |= own
-        slots = torch.where(picked, history, T + N)
-        return (mask.scatter(2, slots, True)[..., :-1] & view.visible()[:, 0])[:, None]
+        q, keys = self.queries(x, rope), joined(past and past["block"], block, view.num_trunk_slots)
+        slots, seen = block_ends(view, self.ratio)
+        products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, slots].float())
+        scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
+        chosen = highest(scores.masked_fill(~seen, -torch.inf), self.num_blocks)
+        return block_mask(chosen, view, self.ratio)
+
+    def slow(self, x: Tensor, rope, t: int) -> set[int]:
+        """The positions that token t of a text x (1,N,C), rope over all of it, attends to: block by
+        block, the twin of the above."""
+        r, q = self.ratio, self.queries(x, rope)[0, t].float()  # (H, D)
+        raw = F.linear(x[0], self.index_qk_proj.weight[-self.head_dim :])
+        scores = []
+        for start in range(0, (t + 1) // r * r, r):
+            key = self.k_layernorm(raw[start : start + r].float().mean(0).to(x.dtype))
+            key = rotate(key[None, None, None], tuple(part[:, start : start + 1] for part in rope))
+            score = (q @ key[0, 0, 0].float()).relu().sum() / math.sqrt(self.head_dim)
+            scores.append((-score.item(), start))
+        best = sorted(scores)[: self.num_blocks]
+        chosen = {start + i for _, start in best for i in range(r)}
+        return chosen | set(range((t + 1) // r * r, t + 1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -313,7 +290,7 @@ class Experts(nn.Module):
 
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x (n,C) sorted by expert, weight (E,R,C), ends (E,) of each expert's rows -> (n,R)."""
-    if x.shape[1] * x.element_size() % 16:  # the grouped product wants aligned rows
+    if any(size * x.element_size() % 16 for size in weight.shape[1:]):  # it wants aligned rows
         parts = x.tensor_split(ends[:-1].tolist())
         return torch.cat([F.linear(part, one) for part, one in zip(parts, weight)])
     return F.grouped_mm(x, weight.mT, offs=ends)

@@ -132,11 +132,11 @@ class Target(nn.Module):
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
         tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
-        empty = with_room(tokens[:, :0], T + room)
-        trunk = Trunk(empty, torch.zeros_like(lengths), [], tap_ids, 0)
+        tokens = with_room(tokens.clone(), T + room)
+        trunk = Trunk(tokens, torch.zeros_like(lengths), [], tap_ids, 0)
         trunk.only_end, outputs = not checkpoint_every, []
         for start in range(0, T, chunk):
-            part = tokens[:, start : start + chunk]
+            part = tokens[:, start : min(start + chunk, T)]
             n = part.shape[1]
             numbers = torch.arange(n, device=tokens.device)
             valid = start + numbers < lengths[:, None]  # (B, n)
@@ -145,7 +145,7 @@ class Target(nn.Module):
             view = causal_view(B, n, tokens.device, start, valid, marks)
             hidden, taps, states = self.model(part, view, trunk.states, tap_ids)
             path = torch.where(valid, numbers, -1)
-            trunk = self._extended(trunk, part, None, None, states, path, start + n, marks)
+            trunk = self._extended(trunk, None, None, None, states, path, start + n, marks)
             outputs.append((hidden, taps))
         hiddens, taps = zip(*outputs)
         hidden, taps = torch.cat(hiddens, 1), torch.cat(taps, 1) if tap_ids else None
@@ -203,7 +203,9 @@ class Target(nn.Module):
         first = not trunk.states
 
         def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
-            if first and new is not None:
+            if new is None:
+                return cache
+            if first:
                 cache = with_room(new[:, :0], room)
             if cache is None:
                 return None

@@ -318,6 +318,57 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
     return torch.where(depth < run[..., None], trunk_at, T + nodes), fields
 
 
+def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
+    """Where a text's blocks of r positions end, for sparse attention: packed indices (M,), and
+    which of them end a block of whose history (B,N,M).
+
+    Blocks wholly on the trunk end on the trunk and are shared; one that straddles an anchor or lies
+    inside a branch ends at a node, and only that node and its descendants have it (paper:
+    branch-consistent indexer groups).
+    """
+    T, N = view.num_trunk_slots, view.positions.shape[1]
+    text = T + N if view.groups is None else T  # packed index = position up to here
+    device = view.positions.device
+    slots = torch.arange(r - 1, max(text, r - 1), r, device=device)
+    ends = torch.ones(1, len(slots), dtype=torch.bool, device=device)
+    if view.groups is not None:
+        slots = torch.cat([slots, torch.arange(T, T + N, device=device)])
+        inner = (view.positions + 1) % r == 0
+        ends = torch.cat([ends.expand(len(inner), -1), inner], 1)
+    return slots, view.visible()[:, 0, :, slots] & ends[:, None]
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Marks the `count` highest of scores (B,N,M), -inf = not to be had; of equal ones the
+    earlier."""
+    if scores.shape[-1] <= count:
+        return scores > -torch.inf
+    edge = scores.topk(count, -1).values[..., -1:]
+    above, equal = scores > edge, (scores == edge) & (scores > -torch.inf)
+    left = count - above.sum(-1, keepdim=True)
+    return above | equal & (equal.cumsum(-1) <= left)
+
+
+def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
+    """From chosen blocks (B,N,M), see `block_ends`, to the tokens (B,1,N,T+N): those of the blocks,
+    and those of the history's incomplete last block."""
+    B, N, M = chosen.shape
+    T, tree = view.num_trunk_slots, view.groups is not None
+    on_text = M - N if tree else M
+    mask = chosen.new_zeros(B, N, T + N + 1)  # the last column takes what is to be dropped
+    mask[..., : on_text * r] = chosen[..., :on_text].repeat_interleave(r, -1)
+    history = torch.stack([view.ancestor(d) for d in range(view.max_depth + r - 1)], -1)
+    depth = torch.arange(history.shape[-1], device=chosen.device)
+    picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth) the last block
+    if tree:  # blocks that end at a node: it and the r - 1 tokens before it
+        nodes = history[..., : view.max_depth] - T
+        own = chosen[..., on_text:].gather(2, nodes.clamp(min=0)) & (nodes >= 0)
+        for shift in range(r):
+            picked[..., shift : shift + view.max_depth] |= own
+    slots = torch.where(picked, history, T + N)
+    return (mask.scatter(2, slots, True)[..., :-1] & view.visible()[:, 0])[:, None]
+
+
 def block_view(anchors: Tensor, block: int, num_context: int) -> View:
     """What a drafter's block tokens see: context positions strictly before their anchor, and their
     own block, both ways. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only
