@@ -14,6 +14,7 @@ implemented is an error.
     pytest tests/test_loading.py tests/test_families.py
 """
 
+import math
 import re
 from dataclasses import dataclass, fields
 
@@ -395,18 +396,23 @@ def load_weights(
     opened = {path: open_tensors(path) for path in set(where.values())}
     shapes = {stored: opened[path].get_slice(stored).get_shape() for stored, path in where.items()}
     parts, skipped = plan(wanted, shapes, where, place, tied or {}, folder)
-    found = {}
+    found, largest, touched = {}, max(t.nbytes for t in wanted.values()), 0
     for name in sorted(parts, key=lambda name: str(where[parts[name][0][0]])):  # shard after shard
         host, kept = name.endswith(TABLE), name.endswith(FLOAT32)
         to_device = "cpu" if host else device
         for stored, region in parts[name]:
+            tensor, size = None, math.prod(shapes[stored]) * 4
+            if touched + size > largest:  # a mapped file keeps what was read of it in memory
+                opened, touched = {path: open_tensors(path) for path in opened}, 0
             tensor = read(name, stored, wanted[name], shapes, where, opened)
+            touched += size
             quantised = opened[where[stored]].get_slice(stored).get_dtype() == "F8_E4M3"
             to_dtype = torch.float32 if kept else dtype or (torch.bfloat16 if quantised else None)
             if host or not tensor.is_floating_point():
                 to_dtype = None
             if len(parts[name]) == 1:
-                found[name] = tensor.to(to_device, to_dtype)
+                small = tensor.nbytes < 2**20  # not worth keeping the file mapped for
+                found[name] = (tensor.clone() if small else tensor).to(to_device, to_dtype)
                 continue
             if name not in found:
                 shape = wanted[name].shape
