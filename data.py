@@ -29,7 +29,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from files import check_same, checkpoint_folder, open_tensors, read_json, save_tensors
+from files import check_same, checkpoint_folder, open_tensors, read_json, save_tensors, write_json
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 # how GPT-2 cuts text into pieces, and the same where every digit has been split off before
@@ -163,6 +163,24 @@ def _pattern(file: dict, source) -> str:
                 if regex := split.get("pattern", {}).get("Regex"):
                     return f"{regex}|(?:(?!{regex})[\\s\\S])+"  # what it leaves out stays too
     raise ValueError(f"{source}: pre_tokenizer {kinds} is not implemented in this form")
+
+
+def write_byte_tokenizer(folder) -> None:
+    """The toy's tokenizer files, as transformers reads them too: bytes, end 256, pad 257."""
+    special = {"<|endoftext|>": 256, "<|pad|>": 257}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    model = {"type": "BPE", "vocab": byte_alphabet() | special, "merges": []}
+    added = [{"id": i, "content": text} | flags for text, i in special.items()]
+    write_json(
+        Path(folder) / "tokenizer.json",
+        {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
+         "post_processor": None, "decoder": level, "model": model},
+    )  # fmt: skip
+    names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(Path(folder) / "tokenizer_config.json", names)
+    write_json(Path(folder) / "generation_config.json", {"eos_token_id": 256, "pad_token_id": 257})
 
 
 def load_tokenizer(folder) -> Tokenizer:

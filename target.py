@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import replay
 from checkpoint import FAMILIES, TABLE, ModelConfig, layout, load_weights
-from data import References, byte_alphabet, load_tokenizer
+from data import References, load_tokenizer
 from files import checkpoint_folder, exit_code, read_json, save_tensors, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
@@ -241,6 +241,12 @@ class Target(nn.Module):
         """A small untrained target; `changes` replace config fields."""
         if arch not in TOYS:
             raise ValueError(f"--arch {arch}: there is {', '.join(TOYS)}")
+        layers = changes.get("num_hidden_layers")
+        if TOYS[arch].hybrid and layers and "layer_types" not in changes:
+            kinds = [TOYS[arch].layer_types[i % 4] for i in range(layers - 1)] + ["full_attention"]
+            linear = [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"]
+            ids = tuple(i for i in TOYS[arch].ple_layer_ids if i in linear)
+            changes = {"layer_types": tuple(kinds), "ple_layer_ids": ids} | changes
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             toy = cls(replace(TOYS[arch], **changes)).apply(init_weights)
@@ -326,24 +332,6 @@ class Trunks:
         )
 
 
-def write_byte_tokenizer(folder) -> None:
-    """The toy's tokenizer files, as transformers reads them too: bytes, end 256, pad 257."""
-    special = {"<|endoftext|>": 256, "<|pad|>": 257}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    model = {"type": "BPE", "vocab": byte_alphabet() | special, "merges": []}
-    added = [{"id": i, "content": text} | flags for text, i in special.items()]
-    write_json(
-        Path(folder) / "tokenizer.json",
-        {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
-         "post_processor": None, "decoder": level, "model": model},
-    )  # fmt: skip
-    names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
-    names["tokenizer_class"] = "PreTrainedTokenizerFast"
-    write_json(Path(folder) / "tokenizer_config.json", names)
-    write_json(Path(folder) / "generation_config.json", {"eos_token_id": 256, "pad_token_id": 257})
-
-
 def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, seed: int) -> float:
     """Next-token training of a toy on rows (n,) of token ids; returns held-out bits per token."""
     if min(len(rows), len(held)) <= length + 1:
@@ -407,15 +395,24 @@ def main():
 def describe(folder: str) -> None:
     """What a checkpoint folder holds, and a greeting."""
     target = Target.from_pretrained(folder)
-    config = target.config
+    config, tokenizer = target.config, load_tokenizer(folder)
     own = {id(p): p for p in target.parameters()}.values()  # a tied head once
+    linear = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
     heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads"
-    kind = "attention" if config.model_type == "llama" else "attention with q/k norms"
+    kind = {"llama": "attention", "qwen3": "attention with q/k norms"}.get(config.model_type)
+    kind = kind or ("indexed" if config.streams else "gated") + " attention"
     tied = "tied" if config.tie_word_embeddings else "untied"
-    tokenizer = load_tokenizer(folder)
     chat = "with" if tokenizer.template else "without"
-    print(f"family      {config.model_type}, width {config.hidden_size}, {tied} head")
-    print(f"layers      {config.num_hidden_layers} of {kind}, {heads} of {config.head_dim}")
+    streams = f", {config.num_streams} residual streams" if config.streams else ""
+    print(f"family      {config.model_type}, width {config.hidden_size}, {tied} head{streams}")
+    layers = f"{config.num_hidden_layers - linear} of {kind}, {heads} of {config.head_dim}"
+    print(f"layers      {config.num_hidden_layers}: {layers}")
+    if linear:
+        print(f"            {linear} of gated delta net, {config.linear_num_value_heads} value and "
+              f"{config.linear_num_key_heads} key heads")  # fmt: skip
+    if config.streams:
+        print(f"            {config.num_experts_per_tok} of {config.num_experts} experts and a "
+              f"shared one; n-gram layers {list(config.ple_layer_ids)}")  # fmt: skip
     print(f"parameters  {sum(p.numel() for p in own):,}")
     print(f"bytes       {sum(p.nbytes for p in own):,}, {target.lm_head.weight.dtype}")
     print(f"taps        layers {list(target.tap_ids)}, unless a drafter wants others")

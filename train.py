@@ -36,7 +36,7 @@ from drafter import Drafter, Sampling
 from files import flag
 from loss import make_optimizers, set_rate, update
 from serve import Acceptance, Measure, decoding_speed, generate
-from target import Target, Trunk, Trunks, train_toy, write_byte_tokenizer
+from target import TOYS, Target, Trunk, Trunks, train_toy
 from tree import at, build_tree, draw_anchors
 
 MODES = ("ce", "e2e", "specopd")
@@ -51,12 +51,12 @@ class TrainConfig:
     device: str = flag("cpu", "cpu or cuda")
     target: str = flag("", "a target's folder; empty: train the toy")
     drafter: str = flag("", "the drafter to start from; empty: a fresh one")
-    arch: str = flag("gqa", "the toy target's architecture", choices=("gqa",))
+    arch: str = flag("gqa", "the toy target: gqa, gdn, qsa", choices=tuple(TOYS))
     corpus: str = flag("", "text file or folder, or JSONL prompts; empty: Python's own library")
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     # the toy target
     target_steps: int = flag(750, "training steps of the toy target", low=1)
-    target_layers: int = flag(7, "its decoder layers", low=1)
+    target_layers: int = flag(0, "its decoder layers; 0: what its architecture has", low=0)
     target_length: int = flag(256, "tokens per training sequence", low=1)
     # references
     references: str = flag("", "references made before; empty: the target writes them, once")
@@ -262,10 +262,11 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
 
 def make_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
-    write_byte_tokenizer(folder)
+    data.write_byte_tokenizer(folder)
     tokenizer = data.load_tokenizer(folder)
     texts = (data.pack(part, tokenizer) for part in (corpus.train, corpus.held_out))
-    toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers)
+    layers = {"num_hidden_layers": config.target_layers} if config.target_layers else {}
+    toy = Target.toy(config.arch, config.seed, **layers)
     toy.to(config.device)
     bits = train_toy(toy, *texts, config.target_steps, config.target_length, config.seed)
     toy.save_pretrained(folder, eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)

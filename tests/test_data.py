@@ -9,8 +9,7 @@ import torch
 import data
 import files
 from checkpoint import load_weights
-from data import References
-from target import write_byte_tokenizer
+from data import References, write_byte_tokenizer
 
 
 @pytest.fixture

@@ -297,7 +297,7 @@ def test_a_folder_that_does_not_count_the_targets_layers_loads(tmp_path, target,
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "layers.2"),
         ({"num_hidden_layers": 1}, "layers.1"),
-        ({"intermediate_size": 64}, r"\(64, 32\)"),
+        ({"intermediate_size": 64}, r"\(32, 64\)"),
     ],
 )
 def test_a_drafter_folder_that_does_not_fit_is_an_error_that_names_it(

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, small_drafter, small_target
 
-from target import write_byte_tokenizer
+from data import write_byte_tokenizer
 
 
 def run(*arguments, cwd=ROOT):

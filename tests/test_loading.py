@@ -11,9 +11,9 @@ from conftest import SMALL, randomise, small_target
 from safetensors.torch import load_file, save_file
 
 from checkpoint import FP8_BLOCK
-from data import load_tokenizer
+from data import load_tokenizer, write_byte_tokenizer
 from files import checkpoint_folder
-from target import Target, write_byte_tokenizer
+from target import Target
 
 transformers = pytest.importorskip("transformers")
 VARIANTS = {  # what can vary, varied

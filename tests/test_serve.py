@@ -11,6 +11,7 @@ from conftest import small_drafter, small_target
 import drafter as drafter_module
 import loss as losses
 import serve
+from data import load_tokenizer, write_byte_tokenizer
 from drafter import Drafter, Memory, Proposal, Sampling
 from serve import Acceptance, evaluate, generate
 from tree import build_tree
@@ -411,9 +412,6 @@ def test_the_paired_interval_is_narrower_and_covers_the_difference():
 
 
 def test_marked_text_shows_who_wrote_what(tmp_path):
-    from data import load_tokenizer
-    from target import write_byte_tokenizer
-
     write_byte_tokenizer(tmp_path)
     result = serve.Result(list(b"abcd"), [False, True, True, False])
     assert serve.marked(result, load_tokenizer(tmp_path), False) == "a[bc]d"

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import ARCHS, small_target, state_gap
 
+from data import write_byte_tokenizer
 from target import Target, default_taps
 from tree import build_tree
 
@@ -163,8 +164,6 @@ def test_a_fresh_toy_depends_on_its_seed_alone():
 
 
 def test_rows_beyond_the_tokenizer_are_known(tmp_path):
-    from target import write_byte_tokenizer
-
     target = small_target(vocab_size=264)
     target.save_pretrained(tmp_path)
     # no tokenizer files, no such knowledge
