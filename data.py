@@ -425,3 +425,26 @@ class References:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
         lengths = torch.tensor([len(r) for r in rows])
         return cls(tokens, lengths, torch.tensor([len(p) for p, _ in pairs]))
+
+    @classmethod
+    def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
+        """Answers that the target wrote elsewhere: each assistant turn of each conversation, with
+        all before it as its prompt. Turns that end beyond `length` tokens are left out and
+        counted."""
+        prompts, responses, too_long = [], [], 0
+        for messages in conversations:
+            if all(m["role"] != "assistant" for m in messages):
+                continue
+            ids, mask = tokenizer.supervised(messages)
+            edges = [i for i in range(len(ids) + 1) if (*mask, False)[i] != (False, *mask)[i]]
+            for start, end in zip(edges[::2], edges[1::2]):
+                too_long += end > length
+                if start and end <= length:
+                    prompts.append(ids[:start])
+                    responses.append(ids[start:end])
+        if too_long:
+            print(f"{too_long} turns that end beyond {length} tokens left out")
+        found = cls.from_lists(prompts, responses, tokenizer.pad_id)
+        supervised = int((found.lengths - found.prompt_lengths).sum())
+        print(f"{supervised:,} supervised tokens in {len(found.lengths):,} assistant turns")
+        return found

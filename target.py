@@ -241,6 +241,7 @@ class Target(nn.Module):
         """A small untrained target; `changes` replace config fields."""
         if arch not in TOYS:
             raise ValueError(f"--arch {arch}: there is {', '.join(TOYS)}")
+        changes = {name: value for name, value in changes.items() if value is not None}
         layers = changes.get("num_hidden_layers")
         if TOYS[arch].hybrid and layers and "layer_types" not in changes:
             kinds = [TOYS[arch].layer_types[i % 4] for i in range(layers - 1)] + ["full_attention"]

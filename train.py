@@ -59,7 +59,7 @@ class TrainConfig:
     target_layers: int = flag(0, "its decoder layers; 0: what its architecture has", low=0)
     target_length: int = flag(256, "tokens per training sequence", low=1)
     # references
-    references: str = flag("", "references made before; empty: the target writes them, once")
+    references: str = flag("", "made before, or the target's own chats as JSONL; empty: made once")
     num_references: int = flag(512, "how many", low=1)
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
     response_length: int = flag(192, "tokens per response, at most", low=2)
@@ -265,8 +265,7 @@ def make_target(config: TrainConfig, corpus: data.Corpus, folder: Path) -> dict:
     data.write_byte_tokenizer(folder)
     tokenizer = data.load_tokenizer(folder)
     texts = (data.pack(part, tokenizer) for part in (corpus.train, corpus.held_out))
-    layers = {"num_hidden_layers": config.target_layers} if config.target_layers else {}
-    toy = Target.toy(config.arch, config.seed, **layers)
+    toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers or None)
     toy.to(config.device)
     bits = train_toy(toy, *texts, config.target_steps, config.target_length, config.seed)
     toy.save_pretrained(folder, eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)
@@ -278,17 +277,18 @@ def write_references(config: TrainConfig, target, tokenizer, corpus, path: Path)
     keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
     made_with = {key: getattr(config, key) for key in keys}
     made_with["target"] = zlib.crc32(target.lm_head.weight.detach().float().cpu().numpy().tobytes())
+    if config.references.endswith(".jsonl"):
+        chats = data.read_prompts(config.references, config.skip_bad_lines)
+        length = config.prompt_length + config.response_length
+        return References.from_conversations(chats, tokenizer, length)
     if config.references:
         return References.load(config.references, {"target": made_with["target"]})
     if path.is_file():
         return References.load(path, made_with)
-    prompts = data.draw_prompts(
-        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
-    )
-    results = generate(
-        target, None, prompts, config.response_length, 1.0, config.seed, tokenizer.stop_ids,
-        batch_size=128, progress="references",
-    )  # fmt: skip
+    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
+                                config.prompt_length, config.seed)  # fmt: skip
+    results = generate(target, None, prompts, config.response_length, 1.0, config.seed,
+                       tokenizer.stop_ids, batch_size=128, progress="references")  # fmt: skip
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
     references.save(path, made_with)
     return references

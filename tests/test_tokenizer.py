@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from data import load_tokenizer
+from data import References, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -185,6 +185,25 @@ def test_only_the_assistants_turns_are_supervised(tmp_path):
     assert kept == "2<|im_end|>\nfour 世界<|im_end|>\n"
     with pytest.raises(ValueError, match="nothing to supervise"):
         ours.supervised(CHATS[1])
+
+
+def test_each_assistant_turn_becomes_a_reference(tmp_path, capsys):
+    build(tmp_path, "smollm2")
+    ours = load_tokenizer(tmp_path)
+    found = References.from_conversations([CHATS[1], CHATS[2]], ours, 1000)
+    spans = zip(found.tokens.tolist(), found.prompt_lengths.tolist(), found.lengths.tolist())
+    texts = [(ours.decode(ids[:start]), ours.decode(ids[start:end])) for ids, start, end in spans]
+    assert [said for _, said in texts] == ["2<|im_end|>\n", "four 世界<|im_end|>\n"]
+    whole = ours.chat(CHATS[2], False)
+    assert all(whole.startswith(before + said) for before, said in texts)
+    tokens = sum(len(ours.encode(said)) for _, said in texts)
+    assert f"{tokens} supervised tokens in 2 assistant turns" in capsys.readouterr().out
+    first = int(found.lengths[0])
+    assert len(References.from_conversations([CHATS[2]], ours, first).lengths) == 1
+    assert "1 turns that end beyond" in capsys.readouterr().out
+    for chats, length in (([CHATS[1]], 1000), ([CHATS[2]], 3)):
+        with pytest.raises(ValueError, match="nothing to supervise"):
+            References.from_conversations(chats, ours, length)
 
 
 @pytest.mark.parametrize(
