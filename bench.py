@@ -2,6 +2,7 @@
 
     python bench.py tree      scoring branches packed on their trunk, against each branch alone
     python bench.py decode    speculative against plain decoding, and each part's share of a round
+    python bench.py al        acceptance length of one or more drafters by task, a JSONL file each
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
 figures go to the terminal and to summary.json in --out.
@@ -31,6 +32,8 @@ class BenchConfig:
     drafter: str = flag(
         "", "a drafter's folder; empty: tree draws random branches, decode needs one"
     )
+    drafters: tuple = flag((), "al: the folders of the drafters to compare")
+    tasks: tuple = flag((), "al: JSONL files of prompts, one task each")
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
     repeats: int = flag(7, "timed repeats", low=1)
@@ -38,9 +41,9 @@ class BenchConfig:
     num_anchors: int = flag(64, "tree: anchors", low=1)
     num_branches: int = flag(1, "tree: branches per anchor", low=1)
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
-    num_prompts: int = flag(16, "decode: held-out prompts, one at a time", low=1)
-    prompt_length: int = flag(64, "decode: tokens of a prompt", low=1)
-    max_new_tokens: int = flag(200, "decode: tokens generated per prompt", low=2)
+    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task", low=1)
+    prompt_length: int = flag(64, "decode: tokens of a prompt; al: at most", low=1)
+    max_new_tokens: int = flag(200, "decode, al: tokens generated per prompt", low=2)
     device: str = flag("cpu", "cpu or cuda")
 
     def __post_init__(self):
@@ -223,7 +226,38 @@ def bench_decode(config: BenchConfig) -> dict:
     return {"speeds": speeds, "ratio": ratio, "al": al.mean, "shares": shares}
 
 
-COMMANDS = {"tree": bench_tree, "decode": bench_decode}
+def bench_al(config: BenchConfig) -> dict:
+    """AL of each drafter on each task at temperature 0 and 1, pooled within a task, the unweighted
+    mean across tasks; the same prompts for all."""
+    if not (config.target and config.drafters and config.tasks):
+        raise ValueError("bench.py al needs --target, --drafters and --tasks")
+    target = Target.from_pretrained(config.target, config.device)
+    tokenizer = data.load_tokenizer(config.target)
+    prompts, figures = {}, {}
+    for file in config.tasks:
+        chats, size = data.read_prompts(file), (config.num_prompts, config.prompt_length)
+        prompts[Path(file).stem] = data.draw_prompts(chats, tokenizer, *size, config.seed)
+    for temperature in (0.0, 1.0):
+        print(f"\nAL at temperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
+        print(" " * 24 + "".join(f"{task[:12]:>14s}" for task in (*prompts, "mean")))
+        print("prompts".ljust(24) + "".join(f"{len(p):14d}" for p in prompts.values()))
+        for folder in config.drafters:
+            drafter = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
+            found = {
+                task: serve.evaluate(target, drafter, asked, config.max_new_tokens, temperature,
+                                     config.seed, tokenizer.stop_ids, progress=task)
+                for task, asked in prompts.items()
+            }  # fmt: skip
+            row = {task: one.mean for task, one in found.items()}
+            row["mean"] = sum(row.values()) / len(row)
+            shown = "".join(f"{al:14.3f}" for al in row.values())
+            print(f"{'/'.join(Path(folder).parts[-2:])[-23:]:24s}{shown}")
+            survival = {task: one.survival for task, one in found.items()}
+            figures.setdefault(folder, {})[f"t{temperature:g}"] = {"al": row, "survival": survival}
+    return figures
+
+
+COMMANDS = {"tree": bench_tree, "decode": bench_decode, "al": bench_al}
 
 
 def main():

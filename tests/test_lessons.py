@@ -1,6 +1,7 @@
 """Each concept file runs as a lesson, and every command line answers mistakes in one line with exit
 code 2. `pytest tests/test_lessons.py`"""
 
+import json
 import subprocess
 import sys
 
@@ -19,7 +20,8 @@ def run(*arguments, cwd=ROOT):
 @pytest.mark.parametrize(
     "file, says",
     [("tree.py", "merge=True: 6 nodes"), ("loss.py", "E2E-TV"), ("drafter.py", "block@3 block@6"),
-     ("model.py", "largest difference"), ("target.py", "packed - alone")],
+     ("model.py", "largest difference"), ("target.py", "packed - alone"),
+     ("replay.py", "S_7 in one product")],
 )  # fmt: skip
 def test_a_concept_file_is_a_lesson(tmp_path, file, says):
     done = run(ROOT / file, cwd=tmp_path)
@@ -47,6 +49,20 @@ def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
         "serve.py", "--target", folders / "target", "--prompt", "abc", "--max-new-tokens", 20
     )
     assert plain.returncode == 0 and "plain decoding" in plain.stdout
+
+
+def test_bench_al_compares_drafters_by_task(folders, tmp_path):
+    for task, asked in (("sums", ["1 + 1", "2 + 2"]), ("words", ["abc", "defg", "h"])):
+        lines = [json.dumps({"turns": [text]}) for text in asked]
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
+    drafter = folders / "drafter"
+    done = run(ROOT / "bench.py", "al", "--target", folders / "target", "--drafters", drafter,
+               "--tasks", "sums.jsonl", "words.jsonl", "--max-new-tokens", 9, "--out", "b",
+               cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "b/summary.json").read_text())["al"][str(drafter)]["t1"]["al"]
+    assert row["mean"] == pytest.approx((row["sums"] + row["words"]) / 2) and row["mean"] >= 1
+    assert f"{row['mean']:.3f}" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -83,6 +99,8 @@ def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
         (["bench.py", "tree", "--repeats", "0"], "--repeats"),
         (["bench.py", "tree", "--trunk-length", "20"], "--num-anchors"),
         (["bench.py", "decode"], "--target"),
+        (["bench.py", "al", "--target", "T"], "--tasks"),
+        (["bench.py", "al", "--target", "T", "--drafters", "D", "--tasks", "none.jsonl"], "none.j"),
     ],
 )
 def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, arguments, word):
@@ -104,8 +122,8 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
     (tmp_path / "mode.json").write_text('{"mode": "sft"}')
     (tmp_path / "list").mkdir()
     (tmp_path / "list/config.json").write_text("[]")
-    names = {"T": target, "CUT": cut, "SHAPE": shape, "EMPTY": tmp_path / "empty.txt",
-             "BAD": tmp_path / "bad.jsonl", "KEYS": tmp_path / "keys.json",
+    names = {"T": target, "D": folders / "drafter", "CUT": cut, "SHAPE": shape,
+             "EMPTY": tmp_path / "empty.txt", "BAD": tmp_path / "bad.jsonl", "KEYS": tmp_path / "keys.json",
              "MODE": tmp_path / "mode.json", "LIST": tmp_path / "list"}  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     script, *rest = [names.get(a, a) for a in arguments]
