@@ -124,7 +124,8 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
     (tmp_path / "list/config.json").write_text("[]")
     names = {"T": target, "D": folders / "drafter", "CUT": cut, "SHAPE": shape,
              "EMPTY": tmp_path / "empty.txt", "BAD": tmp_path / "bad.jsonl",
-             "KEYS": tmp_path / "keys.json", "MODE": tmp_path / "mode.json", "LIST": tmp_path / "list"}  # fmt: skip
+             "KEYS": tmp_path / "keys.json", "MODE": tmp_path / "mode.json",
+             "LIST": tmp_path / "list"}  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     script, *rest = [names.get(a, a) for a in arguments]
     done = run(ROOT / script, *rest, cwd=tmp_path)

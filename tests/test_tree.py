@@ -51,10 +51,11 @@ def alone(target, tokens, anchors, branches):
             yield (b, a, k, i), p[i]
 
 
-def largest_difference(target, case, merge) -> float:
+def largest_difference(target, case, merge, every=64) -> float:
     tokens, lengths, anchors, branches = case
     tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
-    p = target.branch_probs(target.prefill(tokens, lengths), tree)
+    trunk = target.prefill(tokens, lengths, checkpoint_every=every)
+    p = target.branch_probs(trunk, tree)
     return max(
         (p[where] - slow).abs().max().item()
         for where, slow in alone(target, tokens, anchors, branches)
@@ -66,6 +67,16 @@ def largest_difference(target, case, merge) -> float:
 @pytest.mark.parametrize("seed", range(12))
 def test_packed_branches_equal_the_target_run_on_each_alone(target, merge, K, seed):
     assert largest_difference(target, random_case(seed, K), merge) < 1e-5
+
+
+@pytest.mark.parametrize("every", [1, 7, 64])
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("arch", ["gdn", "qsa"])
+def test_so_they_do_with_linear_and_sparse_attention(arch, seed, K, merge, every):
+    target = small_target(seed, arch=arch)
+    assert largest_difference(target, random_case(seed, K), merge, every) < 1e-4
 
 
 @pytest.mark.parametrize("seed", range(3))
