@@ -1,305 +1,92 @@
-"""Checkpoint folders as people have them: what config.json says, and where each tensor goes.
+"""The tensors of a checkpoint folder: one file or shards with an index, and where each one goes.
 
-`ModelConfig` holds a decoder's shape in Hugging Face's field names, for the four families. A folder
-spells the same model in several ways: the text part nested under text_config or flat, the rotary
-embedding as a block or as fields, layer kinds listed or by an interval, experts fused or one by
-one, an embedding table in shards, weights in FP8 with a scale per block. `layout` says for each
-stored tensor which of the module's it is, or which region of one; `load_weights` reads them one by
-one, straight to their device and dtype.
+A folder may hold experts fused or one by one, an embedding table in shards, weights in FP8 with a
+scale per block, names with another prefix. `layout` says for each stored tensor which of the
+module's it is, or which region of one; `load_weights` reads them one by one, straight to their
+device and dtype.
 
-Loud: every tensor of the module must be there, whole, finite and of its shape, every tensor there
-must be used or skipped by a named rule, and a config field that changes the arithmetic and is not
-implemented is an error.
+Loud: every tensor of the module must be there, whole, finite and of its shape, and every tensor
+there must be used or skipped by a named rule.
 
-    pytest tests/test_loading.py tests/test_families.py
+    pytest tests/test_loading.py tests/test_layouts.py
 """
 
+import json
 import math
 import re
-from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from files import open_tensors, tensor_files
-
-FAMILIES = {  # model_type: architecture
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen4_exp_text": "Qwen4ExpForCausalLM",
-}
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen4_exp": "qwen4_exp_text"}  # the text under text_config
-HYBRID = ("qwen3_5_text", "qwen4_exp_text")
-# Config fields that change the arithmetic and are not implemented, each with the values that leave
-# it unchanged.
-PLAIN_VALUES = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "attn_output_gate": (True,),
-    "indexer_kv_heads": (1,),
-}
-FP8_BLOCK = 128
-LINEAR_FIELDS = (
-    "layer_types", "partial_rotary_factor", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-)  # fmt: skip
-EXPERT_FIELDS = (
-    "num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)  # fmt: skip
-INDEXER_FIELDS = (
-    "indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"
-)  # fmt: skip
-STREAM_FIELDS = (
-    "output_gate_type", "hc_count", "hc_lowrank", "ple_layer_ids", "ple_embed_dim",
-    "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base",
-    "make_ngram_vocab_size_divisible_by", "seed", "split_ngram_parts", "eos_token_id",
-)  # fmt: skip
-FIELDS = {"llama": (), "qwen3": (), "qwen3_5_text": LINEAR_FIELDS}  # beyond the common ones
-FIELDS["qwen4_exp_text"] = LINEAR_FIELDS + EXPERT_FIELDS + INDEXER_FIELDS + STREAM_FIELDS
-NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder's shape, in the field names of its config.json. A family's fields are those of
-    FIELDS; the others stay at their defaults and mean nothing."""
-
-    model_type: str = "qwen3"
-    vocab_size: int = 264
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 4096
-    # gated delta net, and which layers are one
-    layer_types: tuple = ()
-    partial_rotary_factor: float = 1.0
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    # mixture of experts
-    num_experts: int = 512
-    num_experts_per_tok: int = 10
-    norm_topk_prob: bool = True
-    moe_intermediate_size: int = 512
-    shared_expert_intermediate_size: int = 512
-    # the sparse layers' indexer
-    indexer_n_heads: int = 4
-    indexer_head_dim: int = 128
-    indexer_budget: int = 2048
-    indexer_compress_ratio: int = 4
-    # residual streams, and the n-gram layers (counted from 1)
-    output_gate_type: str = "silu"
-    hc_count: int = 4
-    hc_lowrank: int = 320
-    ple_layer_ids: tuple = ()
-    ple_embed_dim: int = 2048
-    ple_conv_kernel_size: int = 4
-    ngram_size: int = 3
-    heads_per_ngram: int = 8
-    ngram_vocab_size_base: int = 20_000_000
-    make_ngram_vocab_size_divisible_by: int = 128
-    seed: int = 1234
-    split_ngram_parts: int = 512
-    eos_token_id: int = 0
-
-    def __post_init__(self):
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            kinds = (int, float) if kind is float else (kind,)
-            low = 0 if field.name in ("seed", "eos_token_id") else 1e-30
-            if not isinstance(value, kinds) or (kind in (int, float) and value < low):
-                raise ValueError(f"{field.name} is {value!r}, no positive number")
-        self._check_multiple("num_attention_heads", "num_key_value_heads")
-        if self.head_dim % 2 or self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"head_dim {self.head_dim} and partial_rotary_factor {self.partial_rotary_factor}: "
-                "rotary needs pairs"
-            )
-        if self.hybrid:
-            self._check_hybrid()
-
-    def _check_multiple(self, whole: str, part: str) -> None:
-        if getattr(self, whole) % getattr(self, part):
-            raise ValueError(
-                f"{whole} {getattr(self, whole)} is no multiple of {part} {getattr(self, part)}"
-            )
-
-    def _check_hybrid(self) -> None:
-        kinds = {"linear_attention", "full_attention"}
-        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - kinds:
-            raise ValueError(
-                f"layer_types {list(self.layer_types)} are not {self.num_hidden_layers} of "
-                f"{' and '.join(sorted(kinds))}"
-            )
-        self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
-        if not self.streams:
-            return
-        self._check_multiple("indexer_budget", "indexer_compress_ratio")
-        if self.rotary_dim > self.indexer_head_dim:
-            raise ValueError(
-                f"indexer_head_dim {self.indexer_head_dim} is below the rotated {self.rotary_dim}"
-            )
-        if self.num_experts_per_tok > self.num_experts or self.hc_count < 2:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} of num_experts "
-                f"{self.num_experts}, hc_count {self.hc_count}: out of range"
-            )
-        if self.output_gate_type not in ("silu", "sigmoid"):
-            raise ValueError(f"output_gate_type {self.output_gate_type!r} is not implemented")
-        for layer in self.ple_layer_ids:
-            if not 1 <= layer <= self.num_hidden_layers or not self.is_linear(layer - 1):
-                raise ValueError(f"ple_layer_ids {list(self.ple_layer_ids)}: {layer} is no "
-                                 "linear_attention layer, counted from 1")  # fmt: skip
-        if self.ngram_size < 2 or self.ple_embed_dim % self.ngram_heads:
-            raise ValueError(
-                f"ple_embed_dim {self.ple_embed_dim} does not split into (ngram_size - 1) x "
-                f"heads_per_ngram = {self.ngram_heads} heads"
-            )
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def ngram_heads(self) -> int:
-        return (self.ngram_size - 1) * self.heads_per_ngram
-
-    @property
-    def hybrid(self) -> bool:
-        """Linear layers among gated attention ones; norm weights stored as w of 1 + w."""
-        return self.model_type in HYBRID
-
-    @property
-    def streams(self) -> bool:
-        """Residual streams, experts, sparse attention."""
-        return self.model_type == "qwen4_exp_text"
-
-    @property
-    def num_streams(self) -> int:
-        return self.hc_count if self.streams else 1
-
-    def is_linear(self, layer: int) -> bool:
-        return self.hybrid and self.layer_types[layer] == "linear_attention"
-
-    @classmethod
-    def from_dict(cls, found: dict, source: str = "config.json") -> "ModelConfig":
-        """Read a public config.json, nested or flat; unknown keys are harmless, unimplemented
-        arithmetic is an error."""
-        kind = found.get("model_type")
-        if kind in NESTED:
-            if not isinstance(found.get("text_config"), dict):
-                raise ValueError(f"{source}: model_type {kind!r} has no text_config")
-            outer = {k: v for k, v in found.items() if k in ("quantization_config", "eos_token_id")}
-            tied = {k: v for k, v in found.items() if k == "tie_word_embeddings"}
-            kind, found = NESTED[kind], outer | found["text_config"] | tied
-        if kind not in FAMILIES:
-            public = ", ".join([*FAMILIES, *NESTED])
-            raise ValueError(f"{source}: model_type {kind!r}; implemented: {public}")
-        hybrid = kind in HYBRID
-        plain = PLAIN_VALUES if hybrid else PLAIN_VALUES | {"num_experts": (0,)}
-        for name, values in plain.items():
-            if found.get(name) is not None and found[name] not in values:
-                raise ValueError(f"{source}: {name} = {found[name]!r} is not implemented")
-        if not hybrid and set(found.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"{source}: layer_types other than full_attention are not implemented")
-        stored = found.get("quantization_config") or {}
-        block = stored.get("weight_block_size", [FP8_BLOCK, FP8_BLOCK])
-        if stored and (stored.get("quant_method") != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]):
-            raise ValueError(f"{source}: quantization_config {stored} is not implemented")
-        names = [f.name for f in fields(cls)][: len(fields(cls)) - len(FIELDS["qwen4_exp_text"])]
-        values = {n: found[n] for n in (*names, *FIELDS[kind]) if found.get(n) is not None}
-        values |= {"model_type": kind} | _rope_values(found, kind, source)
-        needed = NEEDED if kind == "qwen4_exp_text" else (*NEEDED, "intermediate_size")
-        needed += INDEXER_FIELDS if kind == "qwen4_exp_text" else ()
-        if missing := [name for name in needed if name not in values]:
-            raise ValueError(f"{source}: lacks {', '.join(missing)}")
-        if hybrid:
-            _hybrid_values(values, found, source)
-        values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        try:
-            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-            return cls(**values)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise ValueError(f"{source}: {error}") from None
-
-    def to_dict(self) -> dict:
-        """The fields of a config.json that transformers and the engines open."""
-        other = {n for names in FIELDS.values() for n in names} - set(FIELDS[self.model_type])
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in other}
-        rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.hybrid:
-            rope["partial_rotary_factor"] = found.pop("partial_rotary_factor")
-        if self.streams:
-            found["indexer_kv_heads"] = 1
-        found = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
-        return found | {"rope_parameters": rope, "hidden_act": "silu", "attention_bias": False}
-
-
-def _rope_values(found: dict, kind: str, source: str) -> dict:
-    """Both spellings of the rotary embedding: a block rope_parameters, or fields and
-    rope_scaling."""
-    rope = found.get("rope_parameters") or {}
-    for given in (rope, found.get("rope_scaling") or {}):
-        scaled = given.get("rope_type", given.get("type", "default")) != "default"
-        if scaled or any(isinstance(value, dict) for value in given.values()):
-            raise ValueError(f"{source}: rope {given} is not implemented, only the default")
-    usual = 0.25 if kind == "qwen3_5_text" else 1.0
-    factor = found.get("partial_rotary_factor", usual)
-    factor = rope.get("partial_rotary_factor", factor)
-    if kind not in HYBRID and factor != 1.0:
-        raise ValueError(f"{source}: rope with partial_rotary_factor {factor} is not implemented")
-    theta = rope.get("rope_theta", found.get("rope_theta", ModelConfig.rope_theta))
-    try:
-        return {"rope_theta": float(theta), "partial_rotary_factor": float(factor)}
-    except (TypeError, ValueError):
-        raise ValueError(f"{source}: rope {rope or theta} holds no number") from None
-
-
-def _hybrid_values(values: dict, found: dict, source: str) -> None:
-    """Bring layer kinds, stop id and lists into one form."""
-    kinds, layers = values.get("layer_types"), values["num_hidden_layers"]
-    interval = found.get("full_attention_interval", 4)
-    if not all(isinstance(n, int) and n > 0 for n in (layers, interval)):
-        raise ValueError(f"{source}: num_hidden_layers {layers!r}, full_attention_interval "
-                         f"{interval!r}: no positive numbers")  # fmt: skip
-    if kinds is None:
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention"
-                 for i in range(layers)]  # fmt: skip
-    if values["model_type"] == "qwen4_exp_text":  # both words mean attention with an indexer
-        kinds = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
-        values.setdefault("ple_embed_dim", values["hidden_size"])
-    values["layer_types"] = tuple(kinds)
-    if "ple_layer_ids" in values:
-        values["ple_layer_ids"] = tuple(sorted(set(values["ple_layer_ids"])))
-    eos = values.get("eos_token_id")
-    if isinstance(eos, list):
-        values["eos_token_id"] = eos[0]
-    if values.get("ple_layer_ids") and eos is None:
-        raise ValueError(f"{source}: lacks eos_token_id, which cuts n-grams")
-
-
-# -------------------------------------------------------------------------------------- the tensors
+from config import FP8_BLOCK, ModelConfig
+from files import atomic, read_json
 
 SKIPPED = re.compile(r"^(model\.)?(visual|mtp)\.|\.rotary_emb\.inv_freq$")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 SHARD = re.compile(r"(.*\.ngram_embedding)\.shard_(\d+)\.weight$")
 TABLE = ".ngram_embedding.weight"  # stays on the host in the file's dtype; its rows are converted
 FLOAT32 = (".A_log", ".dt_bias", ".weight_scale")  # whatever the dtype asked for
+OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 WHOLE = (slice(None),)
+
+
+def save_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
+    metadata = {"format": "pt"} | {k: json.dumps(v) for k, v in (metadata or {}).items()}
+    with atomic(path) as temporary:
+        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata)
+
+
+def open_tensors(path):
+    """`safetensors.safe_open` with errors that name the file."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+def checkpoint_folder(name: str) -> Path:
+    """A folder as it is; else the name of a hub's repository, fetched if huggingface_hub is
+    installed."""
+    if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
+        return Path(name)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise FileNotFoundError(
+            f"{name} is no folder here; as a hub's name it needs: pip install huggingface_hub, or "
+            f"fetch it yourself: hf download {name} --local-dir {name.split('/')[1]}"
+        ) from None
+    wanted = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises many kinds
+        raise FileNotFoundError(f"{name} is no folder here, and no hub gave it: {error}") from None
+
+
+def tensor_files(folder) -> dict[str, Path]:
+    """Every tensor of a checkpoint folder and the file it is in: one file, or shards with an
+    index."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        with open_tensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not {type(s) for s in shards.values()} == {str}:
+        raise ValueError(f"{index} holds no weight_map")
+    for shard in sorted(set(shards.values())):
+        with open_tensors(folder / shard) as file:
+            lacking = {n for n, s in shards.items() if s == shard} - set(file.keys())
+        if lacking:
+            where = folder / shard
+            raise ValueError(f"{where}: tensor {min(lacking)}, named by the index, is missing")
+    return {name: folder / shard for name, shard in shards.items()}
 
 
 def layout(config: ModelConfig):
@@ -347,7 +134,7 @@ def plan(wanted: dict, shapes: dict, where: dict, place, tied: dict, folder) -> 
             fits = tuple(wanted[name][region].shape) if wanted[name].dim() else ()
         except (KeyError, IndexError):
             raise ValueError(f"{where[stored]}: tensor {stored} has no place here") from None
-        if fits != tuple(shape):
+        if fits != tuple(shape) and not (fits == () and tuple(shape) == (1,)):
             raise ValueError(f"{where[stored]}: tensor {stored} has shape {tuple(shape)}, the "
                              f"config says {fits}")  # fmt: skip
         parts.setdefault(name, []).append((stored, region))
@@ -368,6 +155,10 @@ def read(name: str, stored: str, wanted: Tensor, shapes: dict, where: dict, open
     if tensor.is_floating_point() != wanted.is_floating_point():
         kind = "a floating point type" if wanted.is_floating_point() else "integers"
         raise ValueError(f"{path}: tensor {stored} holds {tensor.dtype}, {kind} is needed")
+    if f"{stored}_scale_inv" in shapes and tensor.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{path}: tensor {stored} has scales but holds {tensor.dtype}, no FP8")
+    if tensor.dtype in OTHER_FP8:
+        raise ValueError(f"{path}: tensor {stored} holds {tensor.dtype}: not implemented")
     if tensor.dtype == torch.float8_e4m3fn and name.endswith(TABLE):
         finite = not (tensor.view(torch.uint8) & 0x7F == 0x7F).any()
     else:
@@ -380,6 +171,20 @@ def read(name: str, stored: str, wanted: Tensor, shapes: dict, where: dict, open
     if not finite:
         raise ValueError(f"{path}: tensor {stored} holds NaN or infinite values")
     return tensor
+
+
+def stored_dtype(found: dict, folder) -> torch.dtype | None:
+    """What a folder's weights are to be, if nobody says: what its config names, else what its
+    embedding is stored as; bfloat16 for FP8."""
+    text = found.get("text_config") or {}
+    named = [d.get(key) for d in (text, found) for key in ("dtype", "torch_dtype") if d.get(key)]
+    if named and isinstance(kind := getattr(torch, str(named[0]), None), torch.dtype):
+        return kind if kind.itemsize > 1 else torch.bfloat16
+    for name, path in tensor_files(folder).items():
+        if name.endswith("embed_tokens.weight"):
+            kind = open_tensors(path).get_slice(name).get_dtype()
+            return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
+    return None
 
 
 def load_weights(
@@ -412,13 +217,20 @@ def load_weights(
                 to_dtype = None
             if len(parts[name]) == 1:
                 small = tensor.nbytes < 2**20  # not worth keeping the file mapped for
+                tensor = tensor.reshape(wanted[name].shape)  # a scale may be stored as (1,)
                 found[name] = (tensor.clone() if small else tensor).to(to_device, to_dtype)
                 continue
             if name not in found:
                 shape = wanted[name].shape
                 found[name] = torch.empty(shape, dtype=to_dtype or tensor.dtype, device=to_device)
+            if host and tensor.dtype != found[name].dtype:
+                raise ValueError(f"{where[stored]}: tensor {stored} holds {tensor.dtype}, another "
+                                 f"shard of it {found[name].dtype}")  # fmt: skip
             found[name][region] = tensor.to(found[name].dtype)
     scales = {name: torch.ones(()) for name in wanted if name not in found}  # a table not in FP8
+    for name in scales:
+        if found[name.removesuffix("_scale")].dtype == torch.float8_e4m3fn:
+            raise ValueError(f"{folder}: the table is FP8 and tensor {name} is missing")
     module.load_state_dict(found | scales, assign=True)
     return skipped
 

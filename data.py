@@ -29,7 +29,8 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from files import check_same, checkpoint_folder, open_tensors, read_json, save_tensors, write_json
+from checkpoint import checkpoint_folder, open_tensors, save_tensors
+from files import check_same, read_json, write_json
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 # how GPT-2 cuts text into pieces, and the same where every digit has been split off before
@@ -238,9 +239,8 @@ def load_tokenizer(folder) -> Tokenizer:
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     if jinja.is_file():
         template = jinja.read_text("utf-8")
-    return Tokenizer(
-        encoding, count, stop, pad, special, unknown, kinds == ["NFC"], template, names
-    )
+    composed = kinds == ["NFC"]
+    return Tokenizer(encoding, count, stop, pad, special, unknown, composed, template, names)
 
 
 # ------------------------------------------------------------------------------- corpus and prompts
@@ -261,9 +261,7 @@ def _split(named: dict, source: str) -> Corpus:
     held = {n for n in named if zlib.crc32(n.encode()) % HELD_OUT_SHARE == 0} or {max(named)}
     parts = [[named[n] for n in sorted(named) if (n in held) == wanted] for wanted in (False, True)]
     if not parts[0]:
-        raise ValueError(
-            f"{source}: holds one text only; two are needed, one of them to be held out"
-        )
+        raise ValueError(f"{source}: holds one text only; two are needed, one to be held out")
     return Corpus(*parts)
 
 
@@ -361,9 +359,7 @@ def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
 
-def draw_prompts(
-    texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int
-) -> list[list[int]]:
+def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
     """`count` prompts. From running text: `length` tokens from the start of a random line, texts
     weighted by size. From prompts: each as it is, those longer than `length` tokens left out and
     counted."""
@@ -402,9 +398,8 @@ class References:
     prompt_lengths: Tensor
 
     def save(self, path, made_with: dict) -> None:
-        tensors = dict(
-            tokens=self.tokens.int(), lengths=self.lengths, prompt_lengths=self.prompt_lengths
-        )
+        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        tensors["tokens"] = self.tokens.int()
         save_tensors(path, tensors, {"made_with": made_with})
 
     @classmethod
@@ -428,22 +423,27 @@ class References:
 
     @classmethod
     def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
-        """Answers that the target wrote elsewhere: each assistant turn of each conversation, with
-        all before it as its prompt. Turns that end beyond `length` tokens are left out and
-        counted."""
-        prompts, responses, too_long = [], [], 0
+        """Answers that the target wrote elsewhere: each assistant turn, with all before it as its
+        prompt. Turns that end beyond `length` tokens are left out and counted."""
+        prompts, responses, refused, too_long = [], [], 0, 0
         for messages in conversations:
-            if all(m["role"] != "assistant" for m in messages):
+            try:
+                ids, mask = tokenizer.supervised(messages)
+            except ValueError:
+                refused += 1
                 continue
-            ids, mask = tokenizer.supervised(messages)
-            edges = [i for i in range(len(ids) + 1) if (*mask, False)[i] != (False, *mask)[i]]
-            for start, end in zip(edges[::2], edges[1::2]):
+            mask = [False, *mask, False]
+            edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+            for start, end in zip(edges[::2], edges[1::2]):  # what the target itself wrote of it
+                stops = (i + 1 for i in range(start, end) if ids[i] in tokenizer.stop_ids)
+                end = next(stops, end)
                 too_long += end > length
                 if start and end <= length:
                     prompts.append(ids[:start])
                     responses.append(ids[start:end])
-        if too_long:
-            print(f"{too_long} turns that end beyond {length} tokens left out")
+        if refused or too_long:
+            print(f"left out: {refused} conversations without an assistant turn that can be told "
+                  f"apart, {too_long} turns that end beyond {length} tokens")  # fmt: skip
         found = cls.from_lists(prompts, responses, tokenizer.pad_id)
         supervised = int((found.lengths - found.prompt_lengths).sum())
         print(f"{supervised:,} supervised tokens in {len(found.lengths):,} assistant turns")

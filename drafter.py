@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import ModelConfig, flat, load_weights
-from files import read_json, save_tensors, write_json
+from checkpoint import flat, load_weights, save_tensors
+from config import ModelConfig
+from files import read_json, write_json
 from model import DecoderLayer, RMSNorm, init_weights, rotary
 from target import Target, Trunk
 from tree import block_view, place, with_room
@@ -340,7 +341,9 @@ class Drafter(nn.Module):
         # full rotary even where the target's is partial, dense layers whatever the target's are
         layers = replace(
             target.config, model_type="qwen3", tie_word_embeddings=False, partial_rotary_factor=1.0,
-            num_hidden_layers=num_layers, layer_types=(), ple_layer_ids=(),
+            num_hidden_layers=num_layers, layer_types=(), ple_layer_ids=(), intermediate_size=(
+                3 * target.config.hidden_size if target.config.streams
+                else target.config.intermediate_size),
         )  # fmt: skip
         config = DrafterConfig(
             layers,

@@ -18,9 +18,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 # ------------------------------------------------------------------------------------ files, safely
 
@@ -66,62 +63,6 @@ def read_json(path) -> dict:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return found
-
-
-def save_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
-    metadata = {"format": "pt"} | {k: json.dumps(v) for k, v in (metadata or {}).items()}
-    with atomic(path) as temporary:
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata)
-
-
-def open_tensors(path):
-    """`safetensors.safe_open` with errors that name the file."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-
-
-def checkpoint_folder(name: str) -> Path:
-    """A folder as it is; else the name of a hub's repository, fetched if huggingface_hub is
-    installed."""
-    if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
-        return Path(name)
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise FileNotFoundError(
-            f"{name} is no folder here; as a hub's name it needs: pip install huggingface_hub, or "
-            f"fetch it yourself: hf download {name} --local-dir {name.split('/')[1]}"
-        ) from None
-    wanted = ["*.json", "*.safetensors", "*.jinja"]
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the hub's client raises many kinds
-        raise FileNotFoundError(f"{name} is no folder here, and no hub gave it: {error}") from None
-
-
-def tensor_files(folder) -> dict[str, Path]:
-    """Every tensor of a checkpoint folder and the file it is in: one file, or shards with an
-    index."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        single = folder / "model.safetensors"
-        with open_tensors(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise ValueError(f"{index} holds no weight_map")
-    for shard in sorted(set(shards.values())):
-        with open_tensors(folder / shard) as file:
-            lacking = {n for n, s in shards.items() if s == shard} - set(file.keys())
-        if lacking:
-            where = folder / shard
-            raise ValueError(f"{where}: tensor {min(lacking)}, named by the index, is missing")
-    return {name: folder / shard for name, shard in shards.items()}
 
 
 # --------------------------------------------------------------------------------- flags and errors

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import replay
-from checkpoint import ModelConfig
+from config import ModelConfig
 from tree import View, block_ends, block_mask, causal_view, fetch, highest
 
 # ---------------------------------------------------------------------------------------- functions

@@ -148,9 +148,12 @@ def on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Te
     return back(results[0]), back(results[1])
 
 
-def ends(past: dict | None, new: dict, path: Tensor, lengths: Tensor, marks=()) -> dict:
+def ends(
+    past: dict | None, new: dict, path: Tensor, lengths: Tensor, marks=(), keep: bool = False
+) -> dict:
     """The trunk's checkpoints once the nodes on path (B,P; -1 behind the last) have joined it:
-    those it had, those at the marks (token numbers in path), and the one after its last token."""
+    those it had, those at the marks (token numbers in path), and the one after its last token. The
+    one after what was the last stays if `keep`."""
     last = lengths - 1 + (path >= 0).sum(1)
     after = [torch.minimum(lengths + mark, last) for mark in marks] + [last]
     if "states" in new:
@@ -161,8 +164,9 @@ def ends(past: dict | None, new: dict, path: Tensor, lengths: Tensor, marks=()) 
         states = advanced(past["states"][:, -1], k, u * there[..., None], g * there)[:, None]
     after = torch.stack(after, 1)  # (B, M)
     if past is not None:
-        states = torch.cat([past["states"][:, :-1], states], 1)
-        after = torch.cat([past["after"][:, :-1], after], 1)
+        old = slice(None, None if keep else -1)
+        states = torch.cat([past["states"][:, old], states], 1)
+        after = torch.cat([past["after"][:, old], after], 1)
     return {"states": states, "after": after}
 
 

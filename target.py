@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import replay
-from checkpoint import FAMILIES, TABLE, ModelConfig, layout, load_weights
+from checkpoint import TABLE, checkpoint_folder, layout, load_weights, save_tensors, stored_dtype
+from config import FAMILIES, ModelConfig
 from data import References, load_tokenizer
-from files import checkpoint_folder, exit_code, read_json, save_tensors, write_json
+from files import exit_code, read_json, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
 from tree import ProposalTree, at, build_tree, causal_view, place, with_room
@@ -67,14 +68,15 @@ class Trunk:
     width: int  # no row is longer; known on the host
     hidden: Tensor | None = None  # (B, S, C) final hidden; None once serving has no use for it
     taps: Tensor | None = None  # (B, S, len(tap_ids) * C), likewise
-    only_end: bool = False  # recurrent layers know the state after the last token and no other
+    every: int = 0  # tokens between the recurrent states kept; 0: the one after the last token
+    kept_at: int = 0  # width when the last of them was kept
 
     def select(self, rows: Tensor) -> "Trunk":
         """The trunk of these rows only; serving drops the rows that have finished."""
-        pick = [None if t is None else t[rows] for t in (self.tokens, self.lengths, self.hidden,
-                                                         self.taps)]  # fmt: skip
         states = [{name: t[rows] for name, t in state.items()} for state in self.states]
-        return Trunk(*pick[:2], states, self.tap_ids, self.width, *pick[2:], self.only_end)
+        own = {name: getattr(self, name) for name in ("tokens", "lengths", "hidden", "taps")}
+        own = {name: None if t is None else t[rows] for name, t in own.items()}
+        return replace(self, states=states, **own)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +106,7 @@ class Target(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.tap_ids = default_taps(config.num_hidden_layers)
-        self.tail = config.linear_conv_kernel_dim - 1  # tokens that a short convolution looks back
+        self.tail = max(config.linear_conv_kernel_dim - 1, 1)  # tokens a convolution looks back
         # ids that stand for text; rows beyond are never proposed
         self.num_tokens = config.vocab_size
 
@@ -131,10 +133,12 @@ class Target(nn.Module):
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
+        if chunk < 1 or checkpoint_every < 0:
+            raise ValueError(f"chunk {chunk}, checkpoint_every {checkpoint_every}: too small")
         tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
         tokens = with_room(tokens.clone(), T + room)
-        trunk = Trunk(tokens, torch.zeros_like(lengths), [], tap_ids, 0)
-        trunk.only_end, outputs = not checkpoint_every, []
+        trunk = Trunk(tokens, torch.zeros_like(lengths), [], tap_ids, 0, every=checkpoint_every)
+        outputs = []
         for start in range(0, T, chunk):
             part = tokens[:, start : min(start + chunk, T)]
             n = part.shape[1]
@@ -149,16 +153,17 @@ class Target(nn.Module):
             outputs.append((hidden, taps))
         hiddens, taps = zip(*outputs)
         hidden, taps = torch.cat(hiddens, 1), torch.cat(taps, 1) if tap_ids else None
-        return replace(trunk, width=longest, hidden=hidden, taps=taps)
+        return replace(trunk, width=longest, kept_at=longest, hidden=hidden, taps=taps)
 
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
-        """All nodes of the tree in one pass (paper: the tree mask); the trunk is only read."""
-        if not tree.only_nodes:
-            if trunk.hidden is None:
-                raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
-            if trunk.only_end and any("base" in state for state in trunk.states):
-                raise ValueError("this trunk keeps recurrent state at its end alone")
+        """All nodes of the tree in one pass (paper: the tree mask). The trunk stays as it was,
+        but for slots that are not in use. One that keeps its last recurrent state alone
+        (checkpoint_every=0) takes chains at its end only, anchors = lengths."""
+        if not tree.only_nodes and trunk.hidden is None:
+            raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
+        if not tree.only_nodes and any("base" in state for state in trunk.states):
+            raise ValueError("this trunk keeps recurrent state at its end alone")
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         past = [self._reaching(state, T, trunk.width) for state in trunk.states]
@@ -195,11 +200,12 @@ class Target(nn.Module):
             trunk, tree.tokens, scored.nodes, scored.taps, scored.states, path, width
         )
 
-    def _extended(self, trunk, tokens, hidden, taps, states, path, width, marks=()) -> Trunk:
+    def _extended(self, trunk, tokens, hidden, taps, states, path, width, marks=None) -> Trunk:
         """The trunk with the tokens (B,N) numbered by path (B,P; -1 behind the last) behind it."""
         numbers, before = path.clamp(min=0), trunk.lengths
         slots = before[:, None] + torch.arange(path.shape[1], device=path.device)
         room = max(trunk.tokens.shape[1], width)
+        keep = marks is None and 0 < trunk.every <= trunk.width - trunk.kept_at
         first = not trunk.states
 
         def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -217,8 +223,8 @@ class Target(nn.Module):
         def remembered(past: dict | None, new: dict) -> dict:
             kept = {}
             if "u" in new:
-                kept = replay.ends(past, new, path, before, marks)
-                if trunk.only_end:
+                kept = replay.ends(past, new, path, before, marks or (), keep)
+                if not trunk.every:
                     kept |= replay.tail(past, new, path, before, self.tail)
             rest = [name for name in new if name not in kept]
             return kept | {name: extended(past and past[name], new[name]) for name in rest}
@@ -231,7 +237,8 @@ class Target(nn.Module):
             width,
             extended(trunk.hidden, hidden),
             extended(trunk.taps, taps),
-            trunk.only_end,
+            trunk.every,
+            trunk.width if keep else trunk.kept_at,
         )
 
     # -- making, loading, saving
@@ -255,14 +262,14 @@ class Target(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
-        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None keeps the
-        file's."""
+        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None: what its
+        config names."""
         folder = checkpoint_folder(str(folder))
-        config = ModelConfig.from_dict(
-            read_json(folder / "config.json"), str(folder / "config.json")
-        )
+        found = read_json(folder / "config.json")
+        config = ModelConfig.from_dict(found, str(folder / "config.json"))
         with torch.device("meta"):
             target = cls(config)
+        dtype = dtype or stored_dtype(found, folder)
         skipped = load_weights(target, folder, device, dtype, layout(config), target.tied_names())
         if skipped:
             print(f"{folder}: {skipped} tensors skipped (images, drafting heads, rotary tables)")
@@ -270,8 +277,11 @@ class Target(nn.Module):
             target.lm_head.weight = target.model.embed_tokens.weight
         if (folder / "tokenizer.json").is_file():
             file = read_json(folder / "tokenizer.json")
-            ids = [token["id"] for token in file.get("added_tokens") or ()]
-            ids += (file.get("model") or {}).get("vocab", {}).values()
+            try:
+                ids = [int(token["id"]) for token in file.get("added_tokens") or ()]
+                ids += map(int, (file.get("model") or {}).get("vocab", {}).values())
+            except (TypeError, KeyError, ValueError, AttributeError):
+                raise ValueError(f"{folder}/tokenizer.json: ids that are no numbers") from None
             target.num_tokens = max(ids, default=config.vocab_size - 1) + 1
             if target.num_tokens > config.vocab_size:
                 raise ValueError(

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+GROUP = 64  # nodes that hang on one root and are solved for together, about
+
 
 @dataclass
 class View:
@@ -210,7 +212,7 @@ def build_tree(
         fill = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         fields = {name: fields[name].new_full((B, 1), fill[name]) for name in fill}
     if merge or not chains.shape[-1]:
-        roots, groups = _grouped(fields["trunk_ends"], fields["valid"])
+        roots, groups = _grouped(fields["trunk_ends"], fields["valid"], fields["parents"] < T)
     else:  # a chain's nodes lie together, an anchor's chains too
         roots = ends.view(B, A, K)[..., 0].clamp(min=-1)
         nodes = torch.arange(fields["tokens"].shape[1], device=tokens.device)
@@ -246,12 +248,18 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
     return places, {name: value.reshape(B, R * E) for name, value in fields.items()}
 
 
-def _grouped(trunk_ends: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes (B,N), in ascending order of trunk_ends, by trunk end: roots (B,P), groups (B,P,m)."""
+def _grouped(trunk_ends: Tensor, valid: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes (B,N), in ascending order of trunk_ends, by trunk end: roots (B,P), groups (B,P,m).
+
+    Work on a group grows with the square of m, so one of more than GROUP nodes is cut where a
+    subtree begins (tops: the nodes right behind the trunk)."""
     B, N = trunk_ends.shape
     index = torch.arange(N, device=valid.device).expand(B, N)
     first = valid.clone()
     first[:, 1:] &= trunk_ends[:, 1:] != trunk_ends[:, :-1]
+    start = torch.where(first, index, 0).cummax(1).values
+    part = (torch.where(tops, index, 0).cummax(1).values - start) // GROUP
+    first[:, 1:] |= valid[:, 1:] & (part[:, 1:] != part[:, :-1])
     group = (first.cumsum(1) - 1).clamp(min=0)
     within = index - torch.where(first, index, 0).cummax(1).values
     P, m = int(group.max()) + 1, int(torch.where(valid, within, 0).max()) + 1
@@ -273,7 +281,7 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
     # (B, R, E) the trunk position each chain token would lie on
     trunk_at = ends[..., None] + 1 + depth
     repeats = tokens.gather(1, trunk_at.clamp(0, T - 1).flatten(1)).view(B, R, E) == chains
-    repeats &= usable & (trunk_at < lengths[:, None, None])
+    repeats &= usable & (trunk_at < lengths.clamp(max=T)[:, None, None])
     run = repeats.cumprod(-1).sum(-1)  # (B, R)
     leaves = ends + run
     # 2. what is left of it off the trunk, shifted to depth 0; -1 behind its end
@@ -357,7 +365,7 @@ def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
     on_text = M - N if tree else M
     mask = chosen.new_zeros(B, N, T + N + 1)  # the last column takes what is to be dropped
     mask[..., : on_text * r] = chosen[..., :on_text].repeat_interleave(r, -1)
-    history = torch.stack([view.ancestor(d) for d in range(view.max_depth + r - 1)], -1)
+    history = torch.stack([view.ancestor(d) for d in range(max(view.max_depth + r - 1, 1))], -1)
     depth = torch.arange(history.shape[-1], device=chosen.device)
     picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth) the last block
     if tree:  # blocks that end at a node: it and the r - 1 tokens before it

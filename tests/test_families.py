@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import small_target, state_gap
 from safetensors.torch import load_file, save_file
 
-from checkpoint import ModelConfig
+from config import ModelConfig
 from model import NGramEmbedding
 from target import Target
 from tree import build_tree, causal_view
@@ -242,7 +242,7 @@ def families():
     yield "qwen4_exp without n-grams", small_target(arch="qsa", ple_layer_ids=())
 
 
-@pytest.mark.parametrize("name, target", families())
+@pytest.mark.parametrize("name, target", list(families()))
 @pytest.mark.parametrize("every", [0, 7, 64])
 def test_prefill_in_chunks_equals_prefill_at_once(name, target, every):
     tokens, lengths = text(target.config, [90, 33, 64, 1])
@@ -259,7 +259,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(name, target, every):
         assert (trunk.lengths == lengths).all() and torch.equal(trunk.tokens, tokens)
 
 
-@pytest.mark.parametrize("name, target", families())
+@pytest.mark.parametrize("name, target", list(families()))
 @pytest.mark.parametrize("every", [0, 64])
 def test_token_by_token_and_by_pieces_equals_prefill(name, target, every):
     """What decoding does: a chain that hangs on the trunk, committed whole."""

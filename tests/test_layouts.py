@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_families import theirs_saved
 from test_loading import reconfigure, rewrite
 
-from checkpoint import ModelConfig, layout, plan
+from checkpoint import layout, plan
+from config import ModelConfig
 from target import Target
 
 transformers = pytest.importorskip("transformers")
@@ -228,13 +229,39 @@ def test_fp8_experts_and_an_fp8_table_with_one_scale(tmp_path):
     gap = (loaded(tokens) - plain(tokens)).abs().max()
     print(f"FP8 moves the logits by {gap:.1e} of {plain(tokens).abs().max():.1e}")
     assert 0 < gap < 0.5  # rounding to FP8 shows, and no more
+    tensors[f"{stem}weight_scale"] = torch.tensor([scale])
+    save_file(tensors, path, {"format": "pt"})
+    again = Target.from_pretrained(tmp_path)  # the config says float32
+    assert torch.equal(again(tokens), loaded(tokens))
     del tensors[f"{stem}weight_scale"]
     save_file(tensors, path, {"format": "pt"})
-    assert Target.from_pretrained(tmp_path).state_dict()[f"{stem}weight_scale"] == 1
+    with pytest.raises(ValueError, match="weight_scale is missing"):
+        Target.from_pretrained(tmp_path)
+    tensors[f"{stem}weight_scale"] = torch.tensor(scale)
+    tensors[shards[1]] = tensors[shards[1]].float()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="another shard"):
+        Target.from_pretrained(tmp_path)
 
 
 GATE = "model.layers.0.mlp.experts.2.up_proj.weight"
 SPOILED = {
+    "scales beside a weight that is not FP8": (
+        rewrite(lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 1)})), "no FP8"),
+    "the other FP8": (
+        rewrite(lambda t: t.update({GATE: t[GATE].to(torch.float8_e5m2)})), "float8_e5m2"),
+    "layer kinds no list": (reconfigure(layer_types=5), "layer_types"),
+    "layer kinds no words": (reconfigure(layer_types=[[1]]), "layer_types"),
+    "n-gram layers no list": (reconfigure(ple_layer_ids=2), "ple_layer_ids"),
+    "no stop id in the list": (reconfigure(eos_token_id=[]), "eos_token_id"),
+    "quantization a word": (reconfigure(quantization_config="fp8"), "quantization_config"),
+    "rope a word": (reconfigure(rope_parameters="default"), "rope_parameters"),
+    "infinite rotary": (
+        reconfigure(rope_parameters={"partial_rotary_factor": float("inf")}), "partial_rotary"),
+    "family a list": (reconfigure(model_type=["qwen4_exp_text"]), "model_type"),
+    "eps no number": (reconfigure(rms_norm_eps=float("nan")), "rms_norm_eps"),
+    "true for a number": (reconfigure(num_hidden_layers=True), "num_hidden_layers"),
+    "tied a word": (reconfigure(tie_word_embeddings="false"), "true or false"),
     "an expert missing": (rewrite(lambda t: t.pop(GATE)), "gate_up_proj has"),
     "an expert too many": (
         rewrite(lambda t: t.update({GATE.replace(".2.", ".9."): t[GATE].clone()})), "no place"),

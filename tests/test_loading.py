@@ -10,9 +10,8 @@ import torch
 from conftest import SMALL, randomise, small_target
 from safetensors.torch import load_file, save_file
 
-from checkpoint import FP8_BLOCK
+from checkpoint import FP8_BLOCK, checkpoint_folder
 from data import load_tokenizer, write_byte_tokenizer
-from files import checkpoint_folder
 from target import Target
 
 transformers = pytest.importorskip("transformers")
@@ -143,6 +142,7 @@ def test_fp8_weights_are_dequantised_by_block(tmp_path):
                 plain[name][r, cut] = tensors[name][r, cut].float() * scales[r // FP8_BLOCK, b]
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
+    config["dtype"] = "bfloat16"
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = Target.from_pretrained(tmp_path, dtype=torch.float32).state_dict()

@@ -193,7 +193,7 @@ def test_each_assistant_turn_becomes_a_reference(tmp_path, capsys):
     found = References.from_conversations([CHATS[1], CHATS[2]], ours, 1000)
     spans = zip(found.tokens.tolist(), found.prompt_lengths.tolist(), found.lengths.tolist())
     texts = [(ours.decode(ids[:start]), ours.decode(ids[start:end])) for ids, start, end in spans]
-    assert [said for _, said in texts] == ["2<|im_end|>\n", "four 世界<|im_end|>\n"]
+    assert [said for _, said in texts] == ["2<|im_end|>", "four 世界<|im_end|>"]
     whole = ours.chat(CHATS[2], False)
     assert all(whole.startswith(before + said) for before, said in texts)
     tokens = sum(len(ours.encode(said)) for _, said in texts)
