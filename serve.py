@@ -96,8 +96,12 @@ def generate(
     draft_temperature: float | None = None,
     batch_size: int = 32,
     progress: str = "",
+    num_branches: int = 1,
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
+
+    num_branches: chains drafted per round, one the argmax, the others drawn at temperature 1,
+    scored as one tree; the longest accepted one wins. At temperature 0 only.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -107,9 +111,14 @@ def generate(
     draft = sampling if draft_temperature is None else Sampling(draft_temperature, top_k, top_p)
     if temperature == 0 and draft.temperature > 0:
         raise ValueError("at temperature 0 drafts are greedy too: leave draft_temperature out")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+    numbers = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    for name, value in (numbers | {"num_branches": num_branches}).items():
         if value < 1:
             raise ValueError(f"{name} is {value}, at least 1 is needed")
+    if num_branches > 1 and (temperature > 0 or not drafter):
+        raise ValueError("num_branches above 1 needs a drafter and temperature 0")
+    if num_branches > 1:
+        draft = Sampling(1.0)
     limit = target.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
         if not prompt:
@@ -125,7 +134,7 @@ def generate(
         part = slice(start, start + batch_size)
         _generate_batch(
             target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
-            seed, set(stop_ids), bar,
+            seed, set(stop_ids), bar, num_branches,
         )  # fmt: skip
     bar.close()
     return results
@@ -133,16 +142,16 @@ def generate(
 
 @torch.inference_mode()
 def _generate_batch(
-    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar
+    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K
 ):
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
     noise = None
-    # round r of a prompt takes noise[r]: W drafts, W acceptances, one token
-    if sampling.temperature > 0:
+    # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
+    if sampling.temperature > 0 or K > 1:
         seeds = (seed * 1_000_003 + start + i for i in range(len(prompts)))
         generators = [torch.Generator().manual_seed(s) for s in seeds]
-        noise = torch.stack([torch.rand(max_new, 2 * W + 1, generator=g) for g in generators])
+        noise = torch.stack([torch.rand(max_new, (K + 1) * W + 1, generator=g) for g in generators])
         noise = noise.to(device)
 
     # prefill, and the first token
@@ -150,7 +159,7 @@ def _generate_batch(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     taps = drafter.config.target_layer_ids if drafter else ()
-    trunk = target.prefill(tokens, lengths, max_new + 2 * (W + 1), taps, checkpoint_every=0)
+    trunk = target.prefill(tokens, lengths, max_new + (K + 1) * (W + 1), taps, checkpoint_every=0)
     memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
     last = at(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
     empty = lengths.new_zeros(len(prompts), 0)
@@ -163,36 +172,43 @@ def _generate_batch(
     if len(alive) < len(results):
         trunk, memory, anchor, noise = _select(alive, trunk, memory, anchor, noise)
 
-    chain = torch.arange(W + 1, device=device)
+    chain, rows = torch.arange(W + 1, device=device), torch.arange(len(prompts), device=device)
     round_number = 0
     while alive:
         round_number += 1
-        u = None if noise is None else noise[:, round_number]  # (B, 2W+1)
+        u = None if noise is None else noise[:, round_number]  # (B, (K+1)W+1)
         # 1. draft
         at_anchor = trunk.lengths[:, None]  # (B, 1) the anchor's position, not yet run
         trunk.tokens.scatter_(1, at_anchor, anchor[:, None])
         q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
         if drafter:
             memory.width = trunk.width
-            u_draft = None if u is None else u[:, None, None, :W]
+            u_draft = None if u is None else u[:, : K * W].view(-1, 1, K, W)
             proposal = drafter.propose(
-                trunk, at_anchor, 1, draft, u_draft, memory, keep_probs=u is not None
+                trunk, at_anchor, K, draft, u_draft, memory, sampling.temperature > 0, int(K > 1)
             )
             drafts, q = proposal.tokens, proposal.drawn_from
-        # 2. score the chain, 3. judge it
+        # 2. score the chain, or the tree of K chains
         upto = trunk.tokens[:, : trunk.width + 1]
-        tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=False, include_anchor=True)
+        tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=K > 1, include_anchor=True)
         scored = target.score(trunk, tree)
-        logits = target.head(scored.hidden[:, 0, 0])  # (B, W+1, V)
+        logits = target.head(scored.hidden[:, 0])  # (B, K, W+1, V)
+        # 3. judge it, of several the one that is right for longest
+        right = drafts[:, 0] == logits[:, :, :W].argmax(-1) if K > 1 else drafts[:, 0] >= 0
+        best = right.long().cumprod(-1).sum(-1).argmax(1)  # (B,)
+        logits, drafts, slots = (x[rows[: len(best)], best] for x in
+                                 (logits, drafts[:, 0], tree.slots[:, 0]))  # fmt: skip
         q = None if q is None else q[:, 0, 0]
-        u_judge = None if u is None else u[:, W:]
-        count, anchor = verify(logits, drafts[:, 0, 0], q, sampling, u_judge)
+        u_judge = None if u is None else u[:, K * W :]
+        count, anchor = verify(logits, drafts, q, sampling, u_judge)
         # 4. commit
-        trunk = target.commit(trunk, tree, scored, torch.where(chain <= count[:, None], chain, -1))
+        path = torch.where(chain <= count[:, None], slots - tree.num_trunk_slots, -1)
+        trunk = target.commit(trunk, tree, scored, path)
         if drafter:
-            memory = drafter.extend(memory, scored.taps, at_anchor[:, 0])
-        # the round's one synchronisation with the host
-        report = torch.cat([count[:, None], drafts[:, 0, 0], anchor[:, None]], 1).tolist()
+            taps = at(scored.taps, path.clamp(min=0))
+            memory = drafter.extend(memory, taps, at_anchor[:, 0])
+        # the round's one synchronisation with the host, but for merging and tables kept there
+        report = torch.cat([count[:, None], drafts, anchor[:, None]], 1).tolist()
         going = []
         for row, (accepted, *ids) in enumerate(report):
             result = results[alive[row]]
@@ -341,14 +357,11 @@ class ServeConfig:
     max_new_tokens: int = files.flag(200, "tokens to generate per prompt")
     temperature: float = files.flag(0.0, "0 is greedy")
     top_k: int = files.flag(0, "sample among the k likeliest tokens only; 0 is off")
-    top_p: float = files.flag(
-        1.0, "sample among the likeliest tokens that make up this share; 1 is off"
-    )
+    top_p: float = files.flag(1.0, "sample among the likeliest that make up this share; 1 is off")
+    num_branches: int = files.flag(1, "chains drafted per round, greedy decoding only", low=1)
     batch_size: int = files.flag(32, "prompts decoded at once")
     seed: int = files.flag(0, "of everything drawn")
-    compare: bool = files.flag(
-        True, "decode plainly too, for the speed-up and as a check of the text"
-    )
+    compare: bool = files.flag(True, "decode plainly too, for the speed-up and as a check")
     color: str = files.flag("auto", "mark accepted drafts by colour, or by [brackets]",
                            choices=("auto", "always", "never"))  # fmt: skip
     device: str = files.flag("cpu", "cpu or cuda")
@@ -398,8 +411,9 @@ def main():
         batch_size=config.batch_size,
     )  # fmt: skip
     warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
-    generate(target, drafter, prompts[:1], **warm)
-    results, speed = _timed(lambda: generate(target, drafter, prompts, **how))
+    K = {"num_branches": config.num_branches}
+    generate(target, drafter, prompts[:1], **warm, **K)
+    results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
     color = config.color == "always" or (
         config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     )

@@ -176,8 +176,8 @@ def build_tree(
 
     tokens (B,T) · lengths (B,) trunk tokens already run, T >= every anchor + 1 · anchors (B,A)
     positions, -1 = absent · branches (B,A,K,W), -1 from some slot on = no further valid token.
-    include_anchor=True is serving's chain: the anchor is committed but not yet run, so it becomes a
-    node, and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
+    include_anchor=True is serving's chain: the anchor = lengths is committed but not yet run, so it
+    becomes a node, and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
     """
     B, A, K, W = branches.shape
     T = tokens.shape[1]
@@ -203,7 +203,8 @@ def build_tree(
     if not include_anchor:
         usable = usable & (rows[..., 1:] >= 0)
     if merge:
-        places, fields = _merged_nodes(tokens, lengths, chains, ends, usable)
+        known = torch.zeros_like(lengths) if include_anchor else lengths  # nothing to repeat
+        places, fields = _merged_nodes(tokens, known, chains, ends, usable)
     else:
         places, fields = _private_nodes(chains, ends, usable, T)
     places = torch.where(usable, places, -1)
@@ -227,7 +228,7 @@ def build_tree(
         groups=groups,
         num_trunk_slots=T,
         max_depth=max(chains.shape[-1], 1),
-        only_nodes=include_anchor and not merge,
+        only_nodes=include_anchor,
     )
 
 

@@ -44,7 +44,7 @@ class Scripted:
     def extend(self, memory, taps, lengths):
         return Memory([], memory.width)
 
-    def propose(self, trunk, anchors, num_branches, sampling, generator, memory, keep_probs):
+    def propose(self, trunk, anchors, num_branches, sampling, generator, memory, keep_probs, *_):
         texts = [trunk.tokens[b, : int(a) + 1].tolist() for b, a in enumerate(anchors[:, 0])]
         tokens, q = zip(*(self.rule(text) for text in texts))
         drawn_from = torch.stack(q)[:, None, None] if keep_probs else None
@@ -416,3 +416,52 @@ def test_marked_text_shows_who_wrote_what(tmp_path):
     result = serve.Result(list(b"abcd"), [False, True, True, False])
     assert serve.marked(result, load_tokenizer(tmp_path), False) == "a[bc]d"
     assert serve.marked(result, load_tokenizer(tmp_path), True) == "a\033[32mbc\033[0md"
+
+
+@pytest.mark.parametrize("arch", ["gqa", "gdn", "qsa"])
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_greedy_text_of_every_family_equals_plain_decoding(arch, batch_size, num_branches):
+    """Over 200 tokens, ragged prompts, rows that finish at different times, one chain or three."""
+    target = small_target(arch=arch)
+    drafter = small_drafter(target)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 20, (n,), generator=generator).tolist() for n in (3, 11, 1, 7, 20)]
+    how = dict(max_new_tokens=200, stop_ids=(5,), batch_size=batch_size)
+    fast = generate(target, drafter, prompts, num_branches=num_branches, **how)
+    plain = generate(target, None, prompts, **how)
+    slow = []
+    for prompt in prompts:  # and plain decoding equals running the whole text again and again
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 30 and ids[len(prompt) :].count(5) == 0:
+            ids.append(int(target(torch.tensor([ids]))[0, -1].argmax()))
+        slow.append(ids[len(prompt) :])
+    assert [r.tokens for r in fast] == [r.tokens for r in plain]
+    assert all(r.tokens[:30] == ids for r, ids in zip(plain, slow))
+
+
+def test_of_several_chains_the_longest_right_one_wins(target):
+    """An oracle that hides the right chain behind wrong ones loses nothing by it."""
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    plain = generate(target, None, prompts, 40)
+    texts = {tuple(p): p + r.tokens for p, r in zip(prompts, plain)}
+
+    class Hidden(Drafter):
+        def propose(self, trunk, anchors, K, *rest, **options):
+            tokens = torch.full((len(anchors), 1, K, W), 23)
+            for row, anchor in enumerate(anchors[:, 0].tolist()):
+                start = trunk.tokens[row, : anchor + 1].tolist()
+                whole = next(t for t in texts.values() if t[: len(start)] == start)
+                right = (whole + [23] * W)[anchor + 1 : anchor + 1 + W]
+                tokens[row, 0, 1] = torch.tensor(right)
+                tokens[row, 0, 0, 0] = right[0]
+            return Proposal(tokens, None, Sampling(), self)
+
+    oracle = small_drafter(target)
+    oracle.__class__ = Hidden
+    W = oracle.config.num_draft_tokens
+    several = generate(target, oracle, prompts, 40, num_branches=3)
+    assert [r.tokens for r in several] == [r.tokens for r in plain]
+    assert all(max(r.accepted) == W and r.num_rounds == -(-39 // (W + 1)) for r in several)
+    with pytest.raises(ValueError, match="temperature 0"):
+        generate(target, oracle, prompts, 40, temperature=1.0, num_branches=2)
