@@ -22,7 +22,7 @@ import files
 import serve
 from drafter import Drafter, Sampling
 from files import flag
-from target import Target
+from target import TOYS, Target
 from tree import build_tree
 
 
@@ -36,6 +36,7 @@ class BenchConfig:
     tasks: tuple = flag((), "al: JSONL files of prompts, one task each")
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
+    arch: str = flag("gqa", "the untrained toy's architecture", choices=tuple(TOYS))
     repeats: int = flag(7, "timed repeats", low=1)
     trunk_length: int = flag(512, "tree: tokens of the trunk", low=2)
     num_anchors: int = flag(64, "tree: anchors", low=1)
@@ -45,6 +46,7 @@ class BenchConfig:
     prompt_length: int = flag(64, "decode: tokens of a prompt; al: at most", low=1)
     max_new_tokens: int = flag(200, "decode, al: tokens generated per prompt", low=2)
     device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("", "empty: what the target's config names", choices=files.DTYPES)
 
     def __post_init__(self):
         files.check_low(self)
@@ -67,9 +69,11 @@ def median_time(run, repeats: int) -> dict:
 
 
 def load(config: BenchConfig):
-    target = Target.from_pretrained(config.target, config.device) if config.target else None
-    if target is None:
-        target = Target.toy(seed=config.seed).to(config.device)
+    if config.target:
+        kind = getattr(torch, config.dtype, None)
+        target = Target.from_pretrained(config.target, config.device, kind)
+    else:
+        target = Target.toy(config.arch, config.seed).to(config.device)
     drafter = None
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
@@ -231,7 +235,9 @@ def bench_al(config: BenchConfig) -> dict:
     mean across tasks; the same prompts for all."""
     if not (config.target and config.drafters and config.tasks):
         raise ValueError("bench.py al needs --target, --drafters and --tasks")
-    target = Target.from_pretrained(config.target, config.device)
+    target = Target.from_pretrained(
+        config.target, config.device, getattr(torch, config.dtype, None)
+    )
     tokenizer = data.load_tokenizer(config.target)
     prompts, figures = {}, {}
     for file in config.tasks:

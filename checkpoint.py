@@ -235,6 +235,29 @@ def load_weights(
     return skipped
 
 
+def in_shards(tensors: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """Tensors to be saved, n-gram tables in the shards that releases have them in."""
+    saved = {}
+    for name, tensor in tensors.items():
+        if name.endswith(TABLE):
+            stem = name.removesuffix("weight")
+            shards = enumerate(tensor.chunk(parts))
+            saved |= {f"{stem}shard_{i}.weight": shard for i, shard in shards}
+        elif not name.endswith(f"{TABLE}_scale") or tensors[name[:-6]].element_size() == 1:
+            saved[name] = tensor
+    return saved
+
+
+def by_columns(module: nn.Module) -> None:
+    """Lay out float32 matrices on a CPU input by input: it multiplies one row by them a fifth
+    sooner, which is what decoding does. Their values and names stay as they are."""
+    for one in module.modules():
+        if isinstance(one, nn.Linear) and (one.weight.device.type, one.weight.dtype) == (
+            "cpu", torch.float32
+        ):  # fmt: skip
+            one.weight.data = one.weight.data.t().contiguous().t()
+
+
 def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
     """weight (..., R, C) in FP8 times its scale per 128 x 128 block, scales (..., ceil(R/128),
     ceil(C/128))."""

@@ -74,6 +74,9 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+DTYPES = ("", "float32", "bfloat16")
+
+
 def flag(default, text: str, **metadata):
     """A config field with its help text: the one place where its default stands. `low`: the least
     value it may have; `choices`: all it may be."""

@@ -40,7 +40,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x_i, x_{i+R/2}) of x (B,N,H,D) by its angle; R <= D is the rope's width."""
     cos, sin = rope
     turned, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    turned = turned * cos + turned.roll(cos.shape[-1] // 2, -1) * sin
+    turned = torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin)
     return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).to(x.dtype)
 
 
@@ -130,12 +130,15 @@ class Attention(nn.Module):
             mask = self.indexer(x, rope, view, past, index["block"])
             new |= index
         k, v = joined(past and past["kv"], new["kv"], view.num_trunk_slots).unbind(2)
+        if N == 1:  # a key head's queries stand for tokens: several times sooner on a CPU
+            q = q.view(B, k.shape[2], -1, self.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and N > 1,
             enable_gqa=q.shape[2] != k.shape[2],
         ).transpose(1, 2)  # (B, N, H, D)
+        out = out.transpose(1, 2).reshape(B, 1, -1, self.head_dim) if N == 1 else out
         out = out * gate[0].sigmoid() if gate else out
         return self.o_proj(out.reshape(B, N, -1)), new
 

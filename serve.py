@@ -365,6 +365,7 @@ class ServeConfig:
     color: str = files.flag("auto", "mark accepted drafts by colour, or by [brackets]",
                            choices=("auto", "always", "never"))  # fmt: skip
     device: str = files.flag("cpu", "cpu or cuda")
+    dtype: str = files.flag("", "empty: what the target's config names", choices=files.DTYPES)
 
 
 def marked(result: Result, tokenizer, color: bool) -> str:
@@ -397,7 +398,9 @@ def main():
         asked += [data.first_turn(messages) for messages in data.read_prompts(config.prompts)]
     if not asked:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
-    target = Target.from_pretrained(config.target, config.device)
+    target = Target.from_pretrained(
+        config.target, config.device, getattr(torch, config.dtype, None)
+    )
     tokenizer = data.load_tokenizer(config.target)
     drafter = None
     if config.drafter:
@@ -405,11 +408,8 @@ def main():
         drafter.config.check(target, tokenizer)
     texts = [tokenizer.chat(messages) for messages in asked]
     prompts = [tokenizer.encode(text) for text in texts]
-    how = dict(
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
-        stop_ids=tokenizer.stop_ids, top_k=config.top_k, top_p=config.top_p,
-        batch_size=config.batch_size,
-    )  # fmt: skip
+    names = ("max_new_tokens", "temperature", "seed", "top_k", "top_p", "batch_size")
+    how = {name: getattr(config, name) for name in names} | {"stop_ids": tokenizer.stop_ids}
     warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
     K = {"num_branches": config.num_branches}
     generate(target, drafter, prompts[:1], **warm, **K)

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import checkpoint
 import replay
-from checkpoint import TABLE, checkpoint_folder, layout, load_weights, save_tensors, stored_dtype
 from config import FAMILIES, ModelConfig
 from data import References, load_tokenizer
 from files import exit_code, read_json, write_json
@@ -264,17 +264,19 @@ class Target(nn.Module):
     def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
         """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None: what its
         config names."""
-        folder = checkpoint_folder(str(folder))
+        folder = checkpoint.checkpoint_folder(str(folder))
         found = read_json(folder / "config.json")
         config = ModelConfig.from_dict(found, str(folder / "config.json"))
         with torch.device("meta"):
             target = cls(config)
-        dtype = dtype or stored_dtype(found, folder)
-        skipped = load_weights(target, folder, device, dtype, layout(config), target.tied_names())
+        dtype = dtype or checkpoint.stored_dtype(found, folder)
+        where, tied = checkpoint.layout(config), target.tied_names()
+        skipped = checkpoint.load_weights(target, folder, device, dtype, where, tied)
         if skipped:
             print(f"{folder}: {skipped} tensors skipped (images, drafting heads, rotary tables)")
+        checkpoint.by_columns(target)
         if config.tie_word_embeddings:  # loading assigned them one by one
-            target.lm_head.weight = target.model.embed_tokens.weight
+            target.model.embed_tokens.weight = target.lm_head.weight
         if (folder / "tokenizer.json").is_file():
             file = read_json(folder / "tokenizer.json")
             try:
@@ -299,13 +301,8 @@ class Target(nn.Module):
         """An ordinary folder of the target's family; `extra` goes into config.json."""
         folder = Path(folder)
         tensors = {k: v for k, v in self.state_dict().items() if k not in self.tied_names()}
-        for name in [name for name in tensors if name.endswith(TABLE)]:  # as releases have it
-            shards = tensors.pop(name).chunk(self.config.split_ngram_parts)
-            stem = name.removesuffix("weight")
-            tensors |= {f"{stem}shard_{i}.weight": shard for i, shard in enumerate(shards)}
-            if shards[0].dtype != torch.float8_e4m3fn:
-                del tensors[f"{stem}weight_scale"]
-        save_tensors(folder / "model.safetensors", tensors)
+        tensors = checkpoint.in_shards(tensors, self.config.split_ngram_parts)
+        checkpoint.save_tensors(folder / "model.safetensors", tensors)
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)

@@ -49,6 +49,7 @@ class TrainConfig:
     out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs, figures")
     seed: int = flag(0, "of everything drawn")
     device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("", "of the target; empty: what its config names", choices=files.DTYPES)
     target: str = flag("", "a target's folder; empty: train the toy")
     drafter: str = flag("", "the drafter to start from; empty: a fresh one")
     arch: str = flag("gqa", "the toy target: gqa, gdn, qsa", choices=tuple(TOYS))
@@ -318,15 +319,14 @@ def prepare(config: TrainConfig, out: Path):
         wanted = {key: getattr(config, key) for key in keys}
         result = stage(folder, wanted, lambda: make_target(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
-    target = Target.from_pretrained(folder, config.device)
+    target = Target.from_pretrained(folder, config.device, getattr(torch, config.dtype, None))
     longest = config.prompt_length + max(config.response_length, config.eval_tokens)
     if longest > target.config.max_position_embeddings:
         limit = target.config.max_position_embeddings
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
-    held = data.draw_prompts(
-        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1
-    )
+    held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts,
+                             config.prompt_length, config.seed + 1)  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
     return target, tokenizer, measure, references

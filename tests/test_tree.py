@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import small_target
 
+import replay
+import tree as tree_module
 from tree import ProposalTree, build_tree, draw_anchors
 
 W, VOCAB = 5, 6  # few tokens, so that branches often repeat the trunk and one another
@@ -69,14 +71,60 @@ def test_packed_branches_equal_the_target_run_on_each_alone(target, merge, K, se
     assert largest_difference(target, random_case(seed, K), merge) < 1e-5
 
 
-@pytest.mark.parametrize("every", [1, 7, 64])
+OTHERS = {
+    "llama": dict(model_type="llama"), "linear": dict(arch="gdn"), "sparse": dict(arch="qsa"),
+    "sparse without n-grams": dict(arch="qsa", ple_layer_ids=()),
+    "sparse in blocks of 3": dict(arch="qsa", indexer_compress_ratio=3, indexer_budget=6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [1, 7, 1000])
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("arch", ["gdn", "qsa"])
-def test_so_they_do_with_linear_and_sparse_attention(arch, seed, K, merge, every):
-    target = small_target(seed, arch=arch)
-    assert largest_difference(target, random_case(seed, K), merge, every) < 1e-4
+@pytest.mark.parametrize("family", OTHERS)
+def test_so_they_do_in_every_family_and_from_every_checkpoint(family, seed, K, merge, every):
+    target = small_target(seed, **OTHERS[family])
+    assert largest_difference(target, random_case(seed + 50, K), merge, every) < 1e-4
+
+
+def late_state(monkeypatch):
+    whole = replay.replayed
+    monkeypatch.setattr(replay, "replayed", lambda past, at: whole(past, at + 1))
+
+
+def stale_tail(monkeypatch):
+    """What looks back along a branch does not see the trunk."""
+
+    def cut(past, new, index, T, base=0):
+        return tree_module.fetch(None, new, index.where(index >= T, -1), T)
+
+    monkeypatch.setattr("model.fetch", cut)
+
+
+def leaking_blocks(monkeypatch):
+    """A node chooses among the blocks of other branches, too."""
+
+    def shared(view, r):
+        slots, seen = tree_module.block_ends(view, r)
+        if view.groups is None:
+            return slots, seen
+        ends = ((view.positions + 1) % r == 0) & view.valid
+        return slots, torch.cat([seen[..., : -ends.shape[1]], ends[:, None].expand_as(
+            seen[..., -ends.shape[1] :])], -1)  # fmt: skip
+
+    monkeypatch.setattr("model.block_ends", shared)
+
+
+@pytest.mark.parametrize(
+    "arch, damage", [("gdn", late_state), ("gdn", stale_tail), ("qsa", stale_tail),
+                     ("qsa", leaking_blocks), ("qsa", late_state)],
+)  # fmt: skip
+def test_a_late_state_a_cut_convolution_or_a_shifted_block_is_noticed(arch, damage, monkeypatch):
+    target = small_target(arch=arch)
+    assert largest_difference(target, random_case(1, 2), False, 7) < 1e-4
+    damage(monkeypatch)
+    assert largest_difference(target, random_case(1, 2), False, 7) > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -163,17 +211,27 @@ def perturbed(merge: bool, target):
     return before[others], after[others]
 
 
-def test_changing_one_branch_leaves_all_others_bit_equal(target):
-    before, after = perturbed(False, target)
+@pytest.mark.parametrize("arch", ["gqa", "gdn"])
+def test_changing_one_branch_leaves_all_others_bit_equal(arch):
+    before, after = perturbed(False, small_target(arch=arch))
     assert torch.equal(before, after)
 
 
-def test_changing_one_branch_leaves_all_others_alone_when_merged(target):
-    before, after = perturbed(True, target)
+@pytest.mark.parametrize("merge", [False, True])
+def test_with_experts_it_leaves_them_alone(merge):
+    before, after = perturbed(merge, small_target(arch="qsa"))
     torch.testing.assert_close(before, after, atol=1e-5, rtol=0)
 
 
-def test_changing_the_trunk_after_an_anchor_leaves_its_branches_bit_equal(target):
+@pytest.mark.parametrize("arch", ["gqa", "gdn"])
+def test_changing_one_branch_leaves_all_others_alone_when_merged(arch):
+    before, after = perturbed(True, small_target(arch=arch))
+    torch.testing.assert_close(before, after, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["gqa", "gdn", "qsa"])
+def test_changing_the_trunk_after_an_anchor_leaves_its_branches_bit_equal(arch):
+    target = small_target(arch=arch)
     tokens, lengths, anchors, branches = random_case(2, 2)
     changed = tokens.clone()
     changed[0, 12] = (changed[0, 12] + 1) % VOCAB
