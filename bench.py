@@ -3,6 +3,7 @@
     python bench.py tree      scoring branches packed on their trunk, against each branch alone
     python bench.py decode    speculative against plain decoding, and each part's share of a round
     python bench.py al        acceptance length of one or more drafters by task, a JSONL file each
+    python bench.py hf        plain greedy decoding and prefill against transformers, if installed
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
 figures go to the terminal and to summary.json in --out.
@@ -263,7 +264,62 @@ def bench_al(config: BenchConfig) -> dict:
     return figures
 
 
-COMMANDS = {"tree": bench_tree, "decode": bench_decode, "al": bench_al}
+@torch.inference_mode()
+def bench_hf(config: BenchConfig) -> dict:
+    """The same weights in both, turn by turn in one process: decoding of one and of eight rows,
+    prefill of 1,024 tokens; and how near decoding is to reading every matrix once per token."""
+    import transformers
+
+    if not config.target:
+        raise ValueError("bench.py hf needs --target FOLDER")
+    transformers.logging.disable_progress_bar()
+    kind = getattr(torch, config.dtype, None)
+    ours = Target.from_pretrained(config.target, config.device, kind)
+    kind = ours.lm_head.weight.dtype
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=kind)
+    theirs.to(config.device).generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(config.seed)
+    n, figures = config.max_new_tokens, {"dtype": str(kind)}
+
+    def ids(B, T):
+        return torch.randint(0, ours.num_tokens, (B, T), generator=generator).to(config.device)
+
+    def decode(B):
+        prompts = ids(B, config.prompt_length)
+        asked = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
+        mask = torch.ones_like(prompts)
+        return (lambda: serve.generate(ours, None, prompts.tolist(), n),
+                lambda: theirs.generate(prompts, attention_mask=mask, **asked), B * n)  # fmt: skip
+
+    def prefill(T):
+        prompt, lengths = ids(1, T), torch.tensor([T], device=config.device)
+        return (lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
+                lambda: theirs(prompt, use_cache=True, logits_to_keep=1), T)  # fmt: skip
+
+    matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
+    row = {m.in_features: torch.randn(1, 1, m.in_features, dtype=kind) for m in matrices}
+    floor = median_time(lambda: [m(row[m.in_features]) for m in matrices], config.repeats)["low"]
+    print(f"{kind}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} [median]")
+    print(f"every matrix once against one row: {1 / floor:.1f}")
+    for name, (mine, other, tokens) in {
+        "decode, 1 row": decode(1), "decode, 8 rows": decode(8), "prefill of 1,024": prefill(1024)
+    }.items():  # fmt: skip
+        times = ([], [])
+        for repeat in range(config.repeats + 1):  # the first warms up
+            for run, kept in zip((mine, other), times):
+                begin = time.perf_counter()
+                run()
+                kept += [time.perf_counter() - begin] if repeat else []
+        best = [tokens / min(t) for t in times]
+        middle = [tokens / sorted(t)[len(t) // 2] for t in times]
+        shown = [f"{b:8.1f} [{m:.1f}]" for b, m in zip(best, middle)]
+        ratio = f"{best[0] / best[1]:.2f} [{middle[0] / middle[1]:.2f}] x"
+        print(f"{name:18s} here {shown[0]}   transformers {shown[1]}   {ratio}")
+        figures[name] = {"tokens_per_s": best, "medians": middle}
+    return figures | {"floor_tokens_per_s": 1 / floor}
+
+
+COMMANDS = {"tree": bench_tree, "decode": bench_decode, "al": bench_al, "hf": bench_hf}
 
 
 def main():
