@@ -39,9 +39,11 @@ def rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x_i, x_{i+R/2}) of x (B,N,H,D) by its angle; R <= D is the rope's width."""
     cos, sin = rope
-    turned, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    turned = torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin)
-    return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).to(x.dtype)
+    R, D = cos.shape[-1], x.shape[-1]
+    if R < D:
+        return torch.cat([rotate(x[..., :R], rope), x[..., R:]], -1)
+    wide = x.float()
+    return torch.addcmul(wide * cos, wide.roll(R // 2, -1), sin).to(x.dtype)
 
 
 def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
