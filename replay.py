@@ -36,6 +36,16 @@ def by_position(state: dict) -> list[str]:
     return [name for name in state if name not in fixed]
 
 
+def spacing(config, size: int) -> int:
+    """Tokens between checkpoints at which these take the memory that what is kept of each token
+    (`size` bytes a number of its dtype) takes anyway: fewer tokens would cost more of it, more
+    could save at most half and make replays longer."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    state = 4 * values * config.linear_key_head_dim * config.linear_value_head_dim
+    wide = keys * config.linear_key_head_dim, values * (config.linear_value_head_dim + 1)
+    return max(1, state // (4 * sum(wide) + size * (2 * wide[0] + wide[1])))
+
+
 def l2_normed(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 

@@ -52,7 +52,6 @@ TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what d
         make_ngram_vocab_size_divisible_by=8, split_ngram_parts=2, eos_token_id=256,
     ),
 }  # fmt: skip
-CHECKPOINT_EVERY = 64  # tokens between the recurrent states that a trunk keeps
 PREFILL = 1024  # tokens run at once: memory grows with a text's length, not its square
 
 
@@ -123,12 +122,14 @@ class Target(nn.Module):
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, lengths: Tensor, room: int = 0, tap_ids=None, chunk: int = PREFILL,
-        checkpoint_every: int = CHECKPOINT_EVERY,
+        checkpoint_every: int | None = None,
     ) -> Trunk:  # fmt: skip
         """Run a right-padded batch tokens (B,T), lengths (B,), `chunk` tokens at a time. `room`:
         slots to commit into without copying; `tap_ids`: the layers to tap, by default the target's
         own; `checkpoint_every`: tokens between recurrent states kept, so that a tree may hang
-        anywhere; 0 keeps the last alone, which is all that serving needs."""
+        anywhere (replay.spacing); 0 keeps the last alone, which is all that serving needs."""
+        if checkpoint_every is None:
+            checkpoint_every = replay.spacing(self.config, self.lm_head.weight.element_size())
         B, T = tokens.shape
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
@@ -312,8 +313,8 @@ class Trunks:
     """Prefilled references by number. The target is frozen, so if they fit they are made once and
     kept."""
 
-    def __init__(self, target: Target, references: References, cache_gib: float):
-        self.target, self.references, self.cache = target, references, None
+    def __init__(self, target: Target, references: References, cache_gib: float, every=None):
+        self.target, self.references, self.every, self.cache = target, references, every, None
         parts = torch.arange(len(references.lengths)).split(32)
         pieces = [self._prefill(parts[0])]
         if pieces[0].nbytes * len(references.lengths) / len(parts[0]) > cache_gib * 2**30:
@@ -329,7 +330,8 @@ class Trunks:
     def _prefill(self, rows: Tensor) -> Trunk:
         device = self.target.lm_head.weight.device
         return self.target.prefill(
-            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device)
+            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device),
+            checkpoint_every=self.every,
         )
 
     def __call__(self, rows: Tensor) -> Trunk:

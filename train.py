@@ -88,6 +88,7 @@ class TrainConfig:
     cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
     clip: float = flag(1.0, "largest gradient norm", low=0)
     cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
+    checkpoint_every: int = flag(0, "tokens between recurrent states kept; 0: see target.py", low=0)
     # measuring and keeping
     eval_every: int = flag(250, "steps between two measurements of AL", low=1)
     eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training", low=1)
@@ -108,13 +109,13 @@ class TrainConfig:
 
 
 # flags that do not change what a run learns, so that they may differ when it is resumed
-FREE = ("out", "device", "save_every", "stop_after", "cache_gib", "eval_prompts", "eval_tokens")
+FREE = "out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens"
+FREE = FREE.split()
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
     prompt_length=32, response_length=48, warm_steps=40, steps=10, num_anchors=8, eval_every=10,
-    eval_prompts=8, eval_tokens=24, draft_layers=1,
-)  # fmt: skip
+    eval_prompts=8, eval_tokens=24, draft_layers=1)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------- one step
 
@@ -356,14 +357,13 @@ def story(config: TrainConfig, out: Path) -> None:
     begin = time.perf_counter()
     target, tokenizer, measure, references = prepare(config, out)
     fresh = start_drafter(config, target, tokenizer)
-    trunks = Trunks(target, references, config.cache_gib)
+    trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
     totals, drafters = {}, {"fresh": fresh}
     runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
     for mode in MODES:
         runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
     for name, run in runs.items():
         wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
-
         def make(run=run, folder=out / name):
             return train(run, start_drafter(run, target, tokenizer), trunks, measure, folder)
 
@@ -442,7 +442,7 @@ def main():
         return story(config, out)
     target, tokenizer, measure, references = prepare(config, out)
     drafter = start_drafter(config, target, tokenizer)
-    trunks = Trunks(target, references, config.cache_gib)
+    trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
     print(json.dumps(train(config, drafter, trunks, measure, out / config.mode)))
 
 
