@@ -170,3 +170,32 @@ def test_rows_beyond_the_tokenizer_are_known(tmp_path):
     assert Target.from_pretrained(tmp_path).num_tokens == 264
     write_byte_tokenizer(tmp_path)
     assert Target.from_pretrained(tmp_path).num_tokens == 258
+
+
+def test_recurrent_states_take_about_the_memory_of_what_is_kept_of_each_token():
+    target = Target.toy("gdn")
+    tokens, lengths = text(1, 160), torch.tensor([160])
+    state = target.prefill(tokens, lengths).states[0]
+    tokens_take = sum(state[name].nbytes for name in ("qkv", "k", "u", "g"))
+    assert 0.7 < state["states"].nbytes / tokens_take < 1.3
+
+
+@pytest.mark.parametrize("arch", ["gdn", "qsa"])
+def test_checkpoints_are_kept_while_committing(arch):
+    """A long generation on a trunk that trees may hang on anywhere: replays stay short."""
+    target = small_target(arch=arch)
+    trunk = target.prefill(text(2, 5), torch.tensor([5, 3]), checkpoint_every=8)
+    for _ in range(10):
+        at_anchor, drafts = trunk.lengths[:, None], torch.randint(0, 20, (2, 1, 1, W))
+        known = torch.cat([trunk.tokens, trunk.tokens.new_zeros(2, 1)], 1)
+        known = known.scatter(1, at_anchor, torch.randint(0, 20, (2, 1)))[:, : trunk.width + 1]
+        tree = build_tree(known, trunk.lengths, at_anchor, drafts, False, True)
+        path = torch.arange(W + 1).repeat(2, 1)
+        trunk = target.commit(trunk, tree, target.score(trunk, tree), path)
+    after = next(state["after"] for state in trunk.states if "after" in state)
+    assert (after.diff(dim=1) <= 8 + W + 1).all() and after.shape[1] > 4
+    anchors, branches = torch.tensor([[2, 20, 40], [0, 33, -1]]), torch.randint(0, 20, (2, 3, 2, W))
+    tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches)
+    fresh = target.prefill(trunk.tokens, trunk.lengths)
+    gap = (target.branch_probs(trunk, tree) - target.branch_probs(fresh, tree)).abs().max()
+    assert gap < 1e-4
