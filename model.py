@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import replay
 from config import ModelConfig
-from tree import View, block_ends, block_mask, causal_view, fetch, highest
+from tree import View, at, block_ends, block_mask, causal_view, fetch, highest
 
 # ---------------------------------------------------------------------------------------- functions
 
@@ -60,6 +60,17 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
         return torch.cat([past[:, :num_slots], new], 1)
     past[:, num_slots:end] = new
     return past[:, :end]
+
+
+def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, most: int) -> Tensor:
+    """Attention q (B,N,H,D) to the at most `most` slots of kv (B,T,2,H_kv,D) that mask (B,1,N,T)
+    marks for each token: reads those alone, however long the text."""
+    marked, slots = mask[:, 0].to(torch.uint8).topk(most, -1)  # (B, N, S)
+    k, v = at(kv, slots.flatten(1)).unflatten(1, slots.shape[1:]).unbind(3)  # (B, N, S, H_kv, D)
+    scores = torch.einsum("bnkgd,bnskd->bnkgs", q.unflatten(2, (k.shape[3], -1)).float(), k.float())
+    scores = (scores * q.shape[-1] ** -0.5).masked_fill(marked[:, :, None, None] == 0, -1e30)
+    out = torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v.float())
+    return out.flatten(2, 3).to(q.dtype)
 
 
 def short_conv(x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilation=1, base=0):
@@ -131,7 +142,12 @@ class Attention(nn.Module):
             index = self.indexer.keys(x, view, past)
             mask = self.indexer(x, rope, view, past, index["block"])
             new |= index
-        k, v = joined(past and past["kv"], new["kv"], view.num_trunk_slots).unbind(2)
+        kv = joined(past and past["kv"], new["kv"], view.num_trunk_slots)
+        most = self.indexer and self.indexer.most
+        if most and kv.shape[1] > 4 * most and N * most < 2**17:
+            out = gathered_attention(q, kv, mask, most)
+            return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
+        k, v = kv.unbind(2)
         if N == 1:  # a key head's queries stand for tokens: several times sooner on a CPU
             q = q.view(B, k.shape[2], -1, self.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
@@ -161,6 +177,7 @@ class Indexer(nn.Module):
         D, eps, H = config.indexer_head_dim, config.rms_norm_eps, config.indexer_n_heads
         self.head_dim, self.ratio = D, config.indexer_compress_ratio
         self.num_blocks = config.indexer_budget // self.ratio
+        self.most = config.indexer_budget + self.ratio - 1  # tokens that one may attend to
         self.rope = (config.rotary_dim, config.rope_theta)
         self.index_qk_proj = nn.Linear(config.hidden_size, (H + 1) * D, bias=False)
         self.q_layernorm, self.k_layernorm = RMSNorm(D, eps, True), RMSNorm(D, eps, True)
@@ -420,10 +437,8 @@ class NGramLayer(nn.Module):
         agree = agree / math.sqrt(key.shape[-1])
         gate = torch.sigmoid(agree.abs().clamp(min=1e-6).sqrt() * agree.sign())
         value = (gate * self.value_proj(embedded)[..., None, :]).flatten(-2)
-        conv = self.norm_conv(value)
-        out = value + short_conv(
-            conv, self.conv1d.weight, past and past["conv"], view, self.size
-        )
+        conv, older = self.norm_conv(value), past and past["conv"]
+        out = value + short_conv(conv, self.conv1d.weight, older, view, self.size)
         return out, {"tokens": tokens, "conv": conv}
 
 
@@ -462,10 +477,8 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.linear = config.is_linear(index)
-        if self.linear:
-            self.linear_attn = GatedDeltaNet(config)
-        else:
-            self.self_attn = Attention(config)
+        name, kind = ("linear_attn", GatedDeltaNet) if self.linear else ("self_attn", Attention)
+        self.add_module(name, kind(config))
 
     def mix(self, x: Tensor, rope, view: View, past: dict | None):
         if self.linear:
@@ -570,19 +583,15 @@ def main():
     tokens = torch.tensor([[1, 2, 3, 4]])
     whole, _, _ = decoder(tokens, causal_view(1, 4))
     _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
-    view = causal_view(1, 1, T=3)
-    last, _, _ = decoder(tokens[:, 3:], view, past)
-    print(
-        "\nfinal hidden of token 3, run with its past, and alone on the cache of tokens 0..2:"
-    )
+    last, _, _ = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)
+    print("\nfinal hidden of token 3, run with its past, and alone on what tokens 0..2 left:")
     print("  ", [round(v, 4) for v in whole[0, 3].tolist()])
     print("  ", [round(v, 4) for v in last[0, 0].tolist()])
     print(f"  largest difference {(whole[0, 3] - last[0, 0]).abs().max().item():.1e}")
     rope = rotary(torch.arange(3)[None], 4, 1e4)
     state = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
     print("\nthe same token at positions 0, 1, 2 has keys of one length, turned (rotary):")
-    for position in range(3):
-        key = state[0, position, 0, 0]
+    for key in state[0, :, 0, 0]:
         print(f"   {[round(v, 3) for v in key.tolist()]}   length {key.norm().item():.4f}")
 
 

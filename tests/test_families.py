@@ -11,7 +11,7 @@ from conftest import small_target, state_gap
 from safetensors.torch import load_file, save_file
 
 from config import ModelConfig
-from model import NGramEmbedding
+from model import NGramEmbedding, gathered_attention
 from target import Target
 from tree import build_tree, causal_view
 
@@ -424,3 +424,15 @@ def test_bfloat16_errs_no_more_than_half_again_as_much_as_transformers(tmp_path,
     for state in ours.prefill(tokens, lengths).states:
         for name in {"states", "k", "u", "g"} & state.keys():
             assert state[name].dtype == torch.float32
+
+
+def test_attention_to_gathered_tokens_equals_attention_under_the_mask():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 5, 6, 8, generator=generator)
+    kv = torch.randn(2, 40, 2, 3, 8, generator=generator)
+    mask = torch.zeros(2, 1, 5, 40, dtype=torch.bool)
+    mask.scatter_(3, torch.randint(0, 40, (2, 1, 5, 7), generator=generator), True)
+    k, v = (x.transpose(1, 2) for x in kv.unbind(2))
+    slow = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+    fast = gathered_attention(q, kv, mask, 9)  # room for more than are marked
+    torch.testing.assert_close(fast, slow.transpose(1, 2), atol=1e-6, rtol=0)
