@@ -39,7 +39,7 @@ class BenchConfig:
     seed: int = flag(0, "of everything drawn")
     arch: str = flag("gqa", "the untrained toy's architecture", choices=tuple(TOYS))
     repeats: int = flag(7, "timed repeats", low=1)
-    trunk_length: int = flag(512, "tree: tokens of the trunk", low=2)
+    trunk_length: int = flag(512, "tree, hf: tokens of the trunk, or of the prefill", low=2)
     num_anchors: int = flag(64, "tree: anchors", low=1)
     num_branches: int = flag(1, "tree: branches per anchor", low=1)
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
@@ -267,7 +267,7 @@ def bench_al(config: BenchConfig) -> dict:
 @torch.inference_mode()
 def bench_hf(config: BenchConfig) -> dict:
     """The same weights in both, turn by turn in one process: decoding of one and of eight rows,
-    prefill of 1,024 tokens; and how near decoding is to reading every matrix once per token."""
+    prefill of --trunk-length tokens; and how near decoding is to reading every matrix once per token."""
     import transformers
 
     if not config.target:
@@ -302,7 +302,8 @@ def bench_hf(config: BenchConfig) -> dict:
     print(f"{kind}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} [median]")
     print(f"every matrix once against one row: {1 / floor:.1f}")
     for name, (mine, other, tokens) in {
-        "decode, 1 row": decode(1), "decode, 8 rows": decode(8), "prefill of 1,024": prefill(1024)
+        "decode, 1 row": decode(1), "decode, 8 rows": decode(8),
+        f"prefill of {config.trunk_length:,}": prefill(config.trunk_length),
     }.items():  # fmt: skip
         times = ([], [])
         for repeat in range(config.repeats + 1):  # the first warms up
