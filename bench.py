@@ -267,7 +267,7 @@ def bench_al(config: BenchConfig) -> dict:
 @torch.inference_mode()
 def bench_hf(config: BenchConfig) -> dict:
     """The same weights in both, turn by turn in one process: decoding of one and of eight rows,
-    prefill of --trunk-length tokens; and how near decoding is to reading every matrix once per token."""
+    prefill of --trunk-length tokens; and how near decoding is to reading every matrix once."""
     import transformers
 
     if not config.target:
