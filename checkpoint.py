@@ -201,6 +201,8 @@ def load_weights(
     opened = {path: open_tensors(path) for path in set(where.values())}
     shapes = {stored: opened[path].get_slice(stored).get_shape() for stored, path in where.items()}
     parts, skipped = plan(wanted, shapes, where, place, tied or {}, folder)
+    same = {n: o for n, o in (tied or {}).items() if parts[n] == parts[o]}  # read once
+    parts = {name: own for name, own in parts.items() if name not in same}
     found, largest, touched = {}, max(t.nbytes for t in wanted.values()), 0
     for name in sorted(parts, key=lambda name: str(where[parts[name][0][0]])):  # shard after shard
         host, kept = name.endswith(TABLE), name.endswith(FLOAT32)
@@ -227,11 +229,13 @@ def load_weights(
                 raise ValueError(f"{where[stored]}: tensor {stored} holds {tensor.dtype}, another "
                                  f"shard of it {found[name].dtype}")  # fmt: skip
             found[name][region] = tensor.to(found[name].dtype)
-    scales = {name: torch.ones(()) for name in wanted if name not in found}  # a table not in FP8
+    lacking = wanted.keys() - found.keys() - same.keys()
+    scales = {name: torch.ones(()) for name in lacking}  # of a table not in FP8
     for name in scales:
         if found[name.removesuffix("_scale")].dtype == torch.float8_e4m3fn:
             raise ValueError(f"{folder}: the table is FP8 and tensor {name} is missing")
-    module.load_state_dict(found | scales, assign=True)
+    found |= scales | {name: found[other] for name, other in same.items()}
+    module.load_state_dict(found, assign=True)
     return skipped
 
 
