@@ -210,12 +210,10 @@ class Target(nn.Module):
         first = not trunk.states
 
         def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
-            if new is None:
+            if new is None or cache is None and not first:
                 return cache
-            if first:
-                cache = with_room(new[:, :0], room)
-            if cache is None:
-                return None
+            if first:  # nothing is there yet: token n belongs into slot n
+                return with_room(new, room)
             if cache.shape[1] < width:  # more than was reserved: double it
                 cache = with_room(cache, 2 * width)
             place(cache, at(new, numbers), slots)
