@@ -234,15 +234,19 @@ SPOILED = {
 }  # fmt: skip
 
 
+def spoiled_is_refused(folder, spoil, word: str) -> None:
+    """A folder that opens does not once it is spoiled, and the error names it and the reason."""
+    Target.from_pretrained(folder)
+    spoil(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=word) as error:
+        Target.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+
+
 @pytest.mark.parametrize("case", SPOILED)
 def test_a_spoiled_checkpoint_is_one_clear_error(tmp_path, case):
     small_target().save_pretrained(tmp_path)
-    Target.from_pretrained(tmp_path)
-    spoil, word = SPOILED[case]
-    spoil(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError), match=word) as error:
-        Target.from_pretrained(tmp_path)
-    assert str(tmp_path) in str(error.value)
+    spoiled_is_refused(tmp_path, *SPOILED[case])
 
 
 def test_no_tokenizer_and_no_hub_are_clear_errors(tmp_path, monkeypatch):
