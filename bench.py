@@ -1,6 +1,8 @@
 """Measurements: two things in one process, on the same weights, and their ratio.
 
     python bench.py tree      scoring branches packed on their trunk, against each branch alone
+    python bench.py replay    what checkpoints of recurrent state cost, by their spacing
+    python bench.py chains    several drafted chains per round against one
     python bench.py decode    speculative against plain decoding, and each part's share of a round
     python bench.py al        acceptance length of one or more drafters by task, a JSONL file each
     python bench.py hf        plain greedy decoding and prefill against transformers, if installed
@@ -20,9 +22,11 @@ import torch
 
 import data
 import files
+import replay
 import serve
 from drafter import Drafter, Sampling
 from files import flag
+from measure import Measure, decoding_speed, evaluate
 from target import TOYS, Target
 from tree import build_tree
 
@@ -39,8 +43,10 @@ class BenchConfig:
     seed: int = flag(0, "of everything drawn")
     arch: str = flag("gqa", "the untrained toy's architecture", choices=tuple(TOYS))
     repeats: int = flag(7, "timed repeats", low=1)
-    trunk_length: int = flag(512, "tree, hf: tokens of the trunk, or of the prefill", low=2)
-    num_anchors: int = flag(64, "tree: anchors", low=1)
+    patience: float = flag(30.0, "tree: seconds after which a measurement is not repeated", low=0)
+    trunk_length: tuple = flag((512,), "tree: tokens of the trunk, one or several; replay, hf: one",
+                               kind=int, low=2)  # fmt: skip
+    num_anchors: tuple = flag((64,), "tree: anchors, one or several; replay: one", kind=int, low=1)
     num_branches: int = flag(1, "tree: branches per anchor", low=1)
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
     num_prompts: int = flag(16, "prompts: decode one at a time, al of each task", low=1)
@@ -51,21 +57,22 @@ class BenchConfig:
 
     def __post_init__(self):
         files.check_low(self)
-        if self.num_anchors >= self.trunk_length:
+        if max(self.num_anchors) >= min(self.trunk_length):
             raise ValueError("--num-anchors: fewer than --trunk-length are needed")
 
 
-def median_time(run, repeats: int) -> dict:
-    """Seconds of run(): median, and the lowest and highest of the repeats, after one warm-up."""
-    run()
+def median_time(run, repeats: int, patience: float = float("inf")) -> dict:
+    """Seconds of run(): median, and the lowest and highest of the repeats, after one warm-up. Not
+    repeated once it took longer than `patience` in all; the warm-up counts where nothing else was
+    run."""
     times = []
-    for _ in range(repeats):
+    while len(times) <= repeats and sum(times) <= patience:
         begin = time.perf_counter()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    ordered = sorted(times)
+    ordered = sorted(times[1:] or times)
     return {"median": ordered[len(ordered) // 2], "low": ordered[0], "high": ordered[-1]}
 
 
@@ -86,80 +93,166 @@ def held_out_prompts(config: BenchConfig, count: int, length: int) -> list[list[
     return data.draw_prompts(data.load_corpus().held_out, tokenizer, count, length, config.seed + 1)
 
 
-@torch.no_grad()
-def bench_tree(config: BenchConfig) -> dict:
-    """One prefill and one pass over the tree, against one run of the whole prefix per branch."""
-    target, drafter = load(config)
-    T, A, K, W = (
-        config.trunk_length,
-        config.num_anchors,
-        config.num_branches,
-        config.num_draft_tokens,
-    )
-    generator = torch.Generator().manual_seed(config.seed)
-    if config.target:  # real text: a prompt that the target continued
+def text_of(config: BenchConfig, target, length: int):
+    """A text (1,length) and its length (1,): a prompt that a loaded target continued, held-out text
+    if that is too long for it, or noise for an untrained one."""
+    if config.target and length > target.config.max_position_embeddings:
+        tokenizer = data.load_tokenizer(config.target)
+        tokens = data.pack(data.load_corpus().held_out, tokenizer)[None, :length].long()
+    elif config.target:
         (prompt,) = held_out_prompts(config, 1, config.prompt_length)
-        (result,) = serve.generate(target, None, [prompt], T - len(prompt), 1.0, config.seed)
-        tokens = torch.tensor([prompt + result.tokens], device=config.device)
+        (result,) = serve.generate(target, None, [prompt], length - len(prompt), 1.0, config.seed)
+        tokens = torch.tensor([prompt + result.tokens])
     else:
-        tokens = torch.randint(0, target.num_tokens, (1, T), generator=generator).to(config.device)
-    lengths = torch.tensor([T], device=config.device)
+        generator = torch.Generator().manual_seed(config.seed)
+        tokens = torch.randint(0, target.num_tokens, (1, length), generator=generator)
+    return tokens.to(config.device), torch.tensor([length], device=config.device)
+
+
+def line_of(xs: list, ys: list) -> tuple[float, float, float]:
+    """The least-squares line through points -> its value at 0, its slope, R^2."""
+    x, y = torch.tensor(xs, dtype=torch.double), torch.tensor(ys, dtype=torch.double)
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    start = y.mean() - slope * x.mean()
+    rest = (y - start - slope * x).square().sum() / (y - y.mean()).square().sum()
+    return start.item(), slope.item(), 1 - rest.item()
+
+
+@torch.inference_mode()
+def bench_tree(config: BenchConfig) -> dict:
+    """One prefill and one pass over the tree, against one run of the whole prefix per branch, for
+    every trunk length and number of anchors; and what a node costs."""
+    target, drafter = load(config)
+    W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
+    K, figures = config.num_branches, []
+    text, _ = text_of(config, target, max(config.trunk_length))
+    name = config.target or f"untrained {config.arch}"
+    print(f"{name}, {config.device}, {torch.get_num_threads()} threads, seed {config.seed}; "
+          f"branches of {W}, {K} an anchor; milliseconds\n"
+          "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone | "
+          "x tokens  x speed  share | gap of p")  # fmt: skip
+    for T in config.trunk_length:
+        tokens, lengths = text[:, :T], torch.tensor([T], device=config.device)
+        scoring = []
+        for A in config.num_anchors:
+            row = _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W)
+            figures.append(row)
+            scoring.append((row["nodes"], 1e3 * row["times"]["scoring"]["median"]))
+            packed, merged, alone = (
+                1e3 * row["times"][k]["median"] for k in ("packed", "merged", "alone")
+            )
+            print(f"{T:5d} {A:7d} | {row['nodes']:6d} {row['merged']:6d} | {row['alone']:13d} | "
+                  f"{packed:6.1f} {merged:7.1f} {alone:7.0f} | {row['ideal']:8.1f} "
+                  f"{alone / packed:8.1f} {row['share']:6.2f} | {row['gap']:.1e}")  # fmt: skip
+        if len(scoring) > 2:
+            start, slope, fit = line_of(*zip(*scoring))
+            figures[-1]["scoring_line"] = {"start_ms": start, "ms_per_node": slope, "r2": fit}
+            print(f"{T:5d} scoring alone: {start:.1f} ms + {slope:.4f} ms a node, R^2 {fit:.4f}")
+    nodes, merged = (sum(row[k] for row in figures) for k in ("nodes", "merged"))
+    print(f"merging saved {100 * (1 - merged / nodes):.1f} % of all nodes")
+    return {"rows": figures}
+
+
+def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict:
+    T = tokens.shape[1]
+    generator = torch.Generator().manual_seed(config.seed)
     anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    trunk = target.prefill(tokens, lengths)
     if drafter:
-        W = drafter.config.num_draft_tokens
-        trunk = target.prefill(tokens, lengths)
         branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
     else:
-        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator).to(
-            config.device
-        )
+        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator)
+        branches = branches.to(config.device)
+    prefixes = [torch.cat([tokens[0, : a + 1], branch[: W - 1]])[None]
+                for a, row in zip(anchors[0].tolist(), branches[0]) for branch in row]  # fmt: skip
 
     def packed(merge):
         tree = build_tree(tokens, lengths, anchors, branches, merge)
         return target.head(target.score(target.prefill(tokens, lengths), tree).hidden[..., :W, :])
 
-    rows = [(a, k) for a in range(A) for k in range(K)]
-    prefixes = [
-        torch.cat([tokens[0, : anchors[0, a] + 1], branches[0, a, k, : W - 1]])[None]
-        for a, k in rows
-    ]
-
     def alone():
         for prefix in prefixes:
-            hidden = target.prefill(
-                prefix, torch.tensor([prefix.shape[1]], device=config.device)
-            ).hidden
-            target.head(hidden[:, -W:])
+            length = torch.tensor([prefix.shape[1]], device=config.device)
+            target.head(target.prefill(prefix, length, tap_ids=()).hidden[:, -W:])
 
-    p = packed(True).softmax(-1)
-    gap = max((target(prefix).softmax(-1)[0, -W:] - p[0, a, k]).abs().max().item()
-              for (a, k), prefix in zip(rows, prefixes))  # fmt: skip
-    counts = [build_tree(tokens, lengths, anchors, branches, m).num_nodes for m in (True, False)]
+    trees = [build_tree(tokens, lengths, anchors, branches, merge) for merge in (False, True)]
+    p = packed(True).softmax(-1)[0].flatten(0, 1)
+    picked = range(0, A * K, max(1, A * K // 16))  # some branches, for the check
+    gap = max((target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in picked)
+    runs = {"packed": lambda: packed(False), "merged": lambda: packed(True), "alone": alone,
+            "scoring": lambda: target.score(trunk, trees[0])}  # fmt: skip
+    times = {name: median_time(run, config.repeats, config.patience) for name, run in runs.items()}
     each = sum(prefix.shape[1] for prefix in prefixes)
-    table = [
-        ("packed, merged", T + counts[0], lambda: packed(True)),
-        ("packed, unmerged", T + counts[1], lambda: packed(False)),
-        ("each branch alone", each, alone),
-    ]
-    threads = torch.get_num_threads()
-    print(f"trunk {T}, {A} anchors x {K} branches of {W}, {config.device}, {threads} threads,")
-    print(f"seed {config.seed}; packed - alone, largest difference of p: {gap:.1e}")
-    times = {name: median_time(run, config.repeats) for name, _, run in table}
-    slow = times["each branch alone"]["median"]
-    for name, count, _ in table:
-        t = times[name]
-        spread = f"[{1e3 * t['low']:.1f}, {1e3 * t['high']:.1f}]"
-        ratios = f"{slow / t['median']:6.1f} x the speed, {each / count:5.1f} x fewer tokens"
-        print(f"{name:18s} {count:7d} tokens {1e3 * t['median']:8.1f} ms {spread:18s}{ratios}")
-    saved = 1 - counts[0] / counts[1]
-    print(f"merging saved {100 * saved:.1f} % of the nodes")
+    ideal = each / (T + trees[0].num_nodes)
+    speed = times["alone"]["median"] / times["packed"]["median"]
     return {
-        "times": times,
-        "nodes": counts,
-        "tokens_alone": each,
-        "saved": saved,
-        "largest_difference": gap,
-    }
+        "trunk": T, "anchors": A, "nodes": trees[0].num_nodes, "merged": trees[1].num_nodes,
+        "alone": each, "ideal": ideal, "share": speed / ideal, "gap": gap, "times": times,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def bench_replay(config: BenchConfig) -> dict:
+    """Checkpoints every so many trunk tokens: what they hold, what replaying from them to all
+    anchors costs, and what the whole pass over a tree then takes."""
+    target, _ = load(config)
+    if not target.config.hybrid:
+        raise ValueError("replay needs a target with linear layers: --arch gdn, or --target FOLDER")
+    T, A, W = config.trunk_length[0], config.num_anchors[0], config.num_draft_tokens
+    tokens, lengths = text_of(config, target, T)
+    generator = torch.Generator().manual_seed(config.seed)
+    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    branches = torch.randint(0, target.num_tokens, (1, A, 1, W), generator=generator)
+    tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
+    chosen = replay.spacing(target.config, target.lm_head.weight.element_size())
+    print(f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
+          f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
+          "prefill | largest gap of a state")  # fmt: skip
+    exact, figures = None, []
+    for every in sorted({1, 4, 16, chosen, 64, 256, 1024, T + 1}):
+        trunk = target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every)
+        linear = [state for state in trunk.states if "u" in state]
+        found = replay.replayed(linear[0], anchors)
+        exact = found if exact is None else exact  # spacing 1: the state itself is kept
+        runs = {
+            "replay": lambda: [replay.replayed(state, anchors) for state in linear],  # noqa: B023
+            "scoring": lambda: target.score(trunk, tree),  # noqa: B023
+            "prefill": lambda: target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every),  # noqa: B023
+        }
+        times = {name: median_time(run, config.repeats) for name, run in runs.items()}
+        held = sum(state["states"].nbytes for state in linear)
+        each = sum(state[name].nbytes for state in linear for name in replay.PER_TOKEN)
+        gap = (found - exact).abs().max().item()
+        shown = "".join(f"{1e3 * t['median']:9.1f}" for t in times.values())
+        note = "  the default" if every == chosen else ""
+        print(f"{every:7d} | {held / 1e6:9.1f} {each / 1e6:10.1f} |{shown} | {gap:.1e}{note}")
+        figures.append({"spacing": every, "states_bytes": held, "tokens_bytes": each, "gap": gap,
+                        "times": times})  # fmt: skip
+    return {"rows": figures, "default": chosen}
+
+
+def bench_chains(config: BenchConfig) -> dict:
+    """Several drafted chains per round against one, by how many tokens the target scores."""
+    if not (config.target and config.drafter):
+        raise ValueError("chains needs --target FOLDER and --drafter FOLDER")
+    target, drafter = load(config)
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    print(f"{len(prompts)} prompts x {config.max_new_tokens} tokens, temperature 0\n"
+          "chains  drafts each | tokens scored a round      AL   95 % interval")  # fmt: skip
+    figures = []
+    for K in (1, 2, 3, 4):
+        for n in range(1, drafter.config.num_draft_tokens + 1):
+            found = evaluate(
+                target, drafter, prompts, config.max_new_tokens, 0.0, config.seed, stop_ids,
+                num_branches=K, draft_length=n,
+            )  # fmt: skip
+            nodes = (found.nodes.sum() / found.rounds.sum()).item()
+            low, high = found.interval()
+            print(f"{K:6d} {n:12d} | {nodes:21.2f} {found.mean:7.3f}   [{low:.2f}, {high:.2f}]")
+            figures.append({"chains": K, "drafts": n, "nodes": nodes, "al": found.mean,
+                            "interval": (low, high)})  # fmt: skip
+    return {"rows": figures}
 
 
 class Clock:
@@ -194,8 +287,8 @@ def bench_decode(config: BenchConfig) -> dict:
     target, drafter = load(config)
     stop_ids = data.load_tokenizer(config.target).stop_ids
     prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
-    measure = serve.Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
-    speeds = serve.decoding_speed(target, drafter, measure, len(prompts))
+    measure = Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
+    speeds = decoding_speed(target, drafter, measure, len(prompts))
     if not speeds["same_text"]:
         raise ValueError(
             "greedy speculative text differs from plain decoding: no speed-up is reported"
@@ -251,7 +344,7 @@ def bench_al(config: BenchConfig) -> dict:
         for folder in config.drafters:
             drafter = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
             found = {
-                task: serve.evaluate(target, drafter, asked, config.max_new_tokens, temperature,
+                task: evaluate(target, drafter, asked, config.max_new_tokens, temperature,
                                      config.seed, tokenizer.stop_ids, progress=task)
                 for task, asked in prompts.items()
             }  # fmt: skip
@@ -303,7 +396,7 @@ def bench_hf(config: BenchConfig) -> dict:
     print(f"every matrix once against one row: {1 / floor:.1f}")
     for name, (mine, other, tokens) in {
         "decode, 1 row": decode(1), "decode, 8 rows": decode(8),
-        f"prefill of {config.trunk_length:,}": prefill(config.trunk_length),
+        f"prefill of {config.trunk_length[0]:,}": prefill(config.trunk_length[0]),
     }.items():  # fmt: skip
         times = ([], [])
         for repeat in range(config.repeats + 1):  # the first warms up
@@ -320,7 +413,8 @@ def bench_hf(config: BenchConfig) -> dict:
     return figures | {"floor_tokens_per_s": 1 / floor}
 
 
-COMMANDS = {"tree": bench_tree, "decode": bench_decode, "al": bench_al, "hf": bench_hf}
+COMMANDS = {"tree": bench_tree, "replay": bench_replay, "chains": bench_chains,
+            "decode": bench_decode, "al": bench_al, "hf": bench_hf}  # fmt: skip
 
 
 def main():

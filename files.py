@@ -65,6 +65,21 @@ def read_json(path) -> dict:
     return found
 
 
+def stage(folder: Path, wanted: dict, make) -> dict:
+    """Do a stage once: it is done when its stage.json is there, and must have been made alike."""
+    done = folder / "stage.json"
+    if done.is_file():
+        found = read_json(done)
+        check_same(found["made_with"], wanted, folder)
+        print(f"{folder} is there, kept")
+        return found["result"]
+    if (folder / "model.safetensors").exists() and not (folder / "checkpoint.pt").exists():
+        raise ValueError(f"{folder} holds a model that this run did not make: choose another --out")
+    result = make()
+    write_json(done, {"made_with": wanted, "result": result})
+    return result
+
+
 # --------------------------------------------------------------------------------- flags and errors
 
 
@@ -79,15 +94,17 @@ DTYPES = ("", "float32", "bfloat16")
 
 def flag(default, text: str, **metadata):
     """A config field with its help text: the one place where its default stands. `low`: the least
-    value it may have; `choices`: all it may be."""
+    value it may have; `choices`: all it may be; `kind`: of a tuple's members, if not str."""
     return dataclasses.field(default=default, metadata={"help": text} | metadata)
 
 
 def check_low(config) -> None:
     for field in dataclasses.fields(config):
         low, value = field.metadata.get("low"), getattr(config, field.name)
-        if low is not None and not low <= value < float("inf"):
-            raise ValueError(f"--{field.name.replace('_', '-')} {value}: at least {low} is needed")
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if low is not None and not low <= one < float("inf"):
+                name = field.name.replace("_", "-")
+                raise ValueError(f"--{name} {one}: at least {low} is needed")
 
 
 def _suggest(word: str, known) -> str:
@@ -105,6 +122,9 @@ def check_values(found: dict, config_class, source: str) -> None:
         kinds = {float: (int, float), tuple: (list, tuple)}.get(kind, (kind,))
         if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
             raise ValueError(f"{source}: {key} = {value!r} is no {kind.__name__}")
+        one = known[key].metadata.get("kind", str)
+        if kind is tuple and not all(isinstance(member, one) for member in value):
+            raise ValueError(f"{source}: {key} = {value!r}: each must be of {one.__name__}")
         if choices and value not in choices:
             raise ValueError(f"{source}: {key} = {value!r}; there is {', '.join(choices)}")
 
@@ -123,7 +143,8 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
         if kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
         elif kind is tuple:
-            parser.add_argument(name, nargs="+", **options)
+            kind = field.metadata.get("kind", str)
+            parser.add_argument(name, type=kind, nargs="+", **options)
         else:
             choices = field.metadata.get("choices")
             parser.add_argument(name, type=kind, choices=choices, **options)

@@ -43,6 +43,7 @@ class Result:
     finish_reason: str = ""  # "stop" or "length"
     num_rounds: int = 0  # verifications by the target; prefill is none
     num_committed: int = 0  # tokens these rounds committed
+    num_nodes: int = 0  # tokens these rounds scored
     accepted: list[int] = field(default_factory=list)  # accepted drafts of each round, up to a stop
 
     @property
@@ -97,11 +98,13 @@ def generate(
     batch_size: int = 32,
     progress: str = "",
     num_branches: int = 1,
+    draft_length: int = 0,
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
 
     num_branches: chains drafted per round, one the argmax, the others drawn at temperature 1,
-    scored as one tree; the longest accepted one wins. At temperature 0 only.
+    scored as one tree; the longest accepted one wins. At temperature 0 only. draft_length: drafts
+    verified of each chain, 0: all that the drafter proposes.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -115,6 +118,8 @@ def generate(
     for name, value in (numbers | {"num_branches": num_branches}).items():
         if value < 1:
             raise ValueError(f"{name} is {value}, at least 1 is needed")
+    if draft_length < 0:
+        raise ValueError(f"draft_length is {draft_length}: 0 is all, else at least 1")
     if num_branches > 1 and (temperature > 0 or not drafter):
         raise ValueError("num_branches above 1 needs a drafter and temperature 0")
     if num_branches > 1:
@@ -134,7 +139,7 @@ def generate(
         part = slice(start, start + batch_size)
         _generate_batch(
             target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
-            seed, set(stop_ids), bar, num_branches,
+            seed, set(stop_ids), bar, num_branches, draft_length,
         )  # fmt: skip
     bar.close()
     return results
@@ -142,10 +147,12 @@ def generate(
 
 @torch.inference_mode()
 def _generate_batch(
-    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K
-):
+    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K,
+    draft_length,
+):  # fmt: skip
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
+    n = min(draft_length or W, W)  # of which so many are verified
     noise = None
     # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
     if sampling.temperature > 0 or K > 1:
@@ -172,7 +179,7 @@ def _generate_batch(
     if len(alive) < len(results):
         trunk, memory, anchor, noise = _select(alive, trunk, memory, anchor, noise)
 
-    chain, rows = torch.arange(W + 1, device=device), torch.arange(len(prompts), device=device)
+    chain, rows = torch.arange(n + 1, device=device), torch.arange(len(prompts), device=device)
     round_number = 0
     while alive:
         round_number += 1
@@ -187,19 +194,19 @@ def _generate_batch(
             proposal = drafter.propose(
                 trunk, at_anchor, K, draft, u_draft, memory, sampling.temperature > 0, int(K > 1)
             )
-            drafts, q = proposal.tokens, proposal.drawn_from
+            drafts, q = proposal.tokens[..., :n], proposal.drawn_from
         # 2. score the chain, or the tree of K chains
         upto = trunk.tokens[:, : trunk.width + 1]
         tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=K > 1, include_anchor=True)
         scored = target.score(trunk, tree)
         logits = target.head(scored.hidden[:, 0])  # (B, K, W+1, V)
         # 3. judge it, of several the one that is right for longest
-        right = drafts[:, 0] == logits[:, :, :W].argmax(-1) if K > 1 else drafts[:, 0] >= 0
+        right = drafts[:, 0] == logits[:, :, :n].argmax(-1) if K > 1 else drafts[:, 0] >= 0
         best = right.long().cumprod(-1).sum(-1).argmax(1)  # (B,)
         logits, drafts, slots = (x[rows[: len(best)], best] for x in
                                  (logits, drafts[:, 0], tree.slots[:, 0]))  # fmt: skip
-        q = None if q is None else q[:, 0, 0]
-        u_judge = None if u is None else u[:, K * W :]
+        q = None if q is None else q[:, 0, 0, :n]
+        u_judge = None if u is None else u[:, K * W : K * W + n + 1]
         count, anchor = verify(logits, drafts, q, sampling, u_judge)
         # 4. commit
         path = torch.where(chain <= count[:, None], slots - tree.num_trunk_slots, -1)
@@ -208,11 +215,13 @@ def _generate_batch(
             taps = at(scored.taps, path.clamp(min=0))
             memory = drafter.extend(memory, taps, at_anchor[:, 0])
         # the round's one synchronisation with the host, but for merging and tables kept there
-        report = torch.cat([count[:, None], drafts, anchor[:, None]], 1).tolist()
+        nodes = tree.valid.sum(1, keepdim=True)
+        report = torch.cat([count[:, None], nodes, drafts, anchor[:, None]], 1).tolist()
         going = []
-        for row, (accepted, *ids) in enumerate(report):
+        for row, (accepted, run, *ids) in enumerate(report):
             result = results[alive[row]]
             result.num_rounds += 1
+            result.num_nodes += run
             new = [*ids[:accepted], ids[-1]]
             if _take(result, new, [True] * accepted + [False], max_new, stop):
                 going.append(row)
@@ -248,103 +257,6 @@ def _select(going: list[int], trunk, memory, anchor, noise):
     return *picked, anchor[rows], None if noise is None else noise[rows]
 
 
-# ---------------------------------------------------------------------------------------- measuring
-
-
-@dataclass
-class Acceptance:
-    """AL of one drafter on a set of prompts, by real decoding; per prompt, so that two can be
-    paired."""
-
-    committed: Tensor  # (P,) tokens committed by each prompt's rounds
-    rounds: Tensor  # (P,)
-    survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
-    seconds: float
-
-    @property
-    def mean(self) -> float:
-        """Pooled: all committed tokens over all verifications."""
-        if not self.rounds.sum():
-            raise ValueError("no verification to measure: every prompt ended with its first token")
-        return self.committed.sum().item() / self.rounds.sum().item()
-
-    @property
-    def survival(self) -> list[float]:
-        return (self.survived.sum(0) / self.rounds.sum()).tolist()
-
-    def interval(
-        self, other: "Acceptance | None" = None, samples: int = 2000
-    ) -> tuple[float, float]:
-        """95 % bootstrap interval over prompts: of the AL, or of its paired difference to
-        another's."""
-        P = len(self.rounds)
-        generator = torch.Generator().manual_seed(0)
-        picks = torch.randint(P, (samples, P), generator=generator)
-
-        def resampled(one):
-            return one.committed[picks].sum(1).double() / one.rounds[picks].sum(1).double()
-
-        values = resampled(self) - (resampled(other) if other else 0)
-        return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
-
-
-def evaluate(
-    target, drafter, prompts, max_new_tokens, temperature, seed=0, stop_ids=(), batch_size=48,
-    progress="",
-) -> Acceptance:
-    """Decode the prompts for real and count. Prompts that end with their first token add
-    nothing."""
-    begin = time.perf_counter()
-    results = generate(target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
-                       batch_size=batch_size, progress=progress)  # fmt: skip
-    seconds = time.perf_counter() - begin
-    W = drafter.config.num_draft_tokens if drafter else 0
-    steps = torch.arange(1, W + 1)
-    survived = torch.stack(
-        [(torch.tensor(r.accepted).view(-1, 1) >= steps).sum(0) for r in results]
-    )  # (P, W)
-    committed = torch.tensor([r.num_committed for r in results])
-    return Acceptance(committed, torch.tensor([r.num_rounds for r in results]), survived, seconds)
-
-
-@dataclass
-class Measure:
-    """Held-out prompts and how they are decoded."""
-
-    prompts: list
-    max_new_tokens: int
-    stop_ids: tuple
-    seed: int
-
-    def __call__(self, target, drafter, temperature, share=1.0, progress=""):
-        prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
-        return evaluate(
-            target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
-            progress=progress,
-        )  # fmt: skip
-
-
-def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
-    """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s
-    each."""
-    tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
-    # the first warms up
-    for number, prompt in enumerate([measure.prompts[0], *measure.prompts[:count]]):
-        texts = []
-        for name, proposer in (("plain", None), ("speculative", drafter)):
-            begin = time.perf_counter()
-            (result,) = generate(
-                target, proposer, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids
-            )
-            if number:
-                seconds[name] += time.perf_counter() - begin
-                tokens[name] += len(result.tokens)
-            texts.append(result.tokens)
-        same &= texts[0] == texts[1]
-    speeds = {name: tokens[name] / seconds[name] for name in tokens}
-    return speeds | {"same_text": same}
-
-
 # ------------------------------------------------------------------------------------- command line
 
 
@@ -359,6 +271,7 @@ class ServeConfig:
     top_k: int = files.flag(0, "sample among the k likeliest tokens only; 0 is off")
     top_p: float = files.flag(1.0, "sample among the likeliest that make up this share; 1 is off")
     num_branches: int = files.flag(1, "chains drafted per round, greedy decoding only", low=1)
+    draft_length: int = files.flag(0, "drafts verified of each chain; 0: all", low=0)
     batch_size: int = files.flag(32, "prompts decoded at once")
     seed: int = files.flag(0, "of everything drawn")
     compare: bool = files.flag(True, "decode plainly too, for the speed-up and as a check")
@@ -411,7 +324,7 @@ def main():
     names = ("max_new_tokens", "temperature", "seed", "top_k", "top_p", "batch_size")
     how = {name: getattr(config, name) for name in names} | {"stop_ids": tokenizer.stop_ids}
     warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
-    K = {"num_branches": config.num_branches}
+    K = {name: getattr(config, name) for name in ("num_branches", "draft_length")}
     generate(target, drafter, prompts[:1], **warm, **K)
     results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
     color = config.color == "always" or (

@@ -16,7 +16,7 @@ repeats it, equal histories share nodes, and a node exists only where some branc
 prefill is the tree in which each token's parent is the token before it; a chain is the tree with
 one branch.
 
-    python tree.py              ten trunk tokens, three branches, their nodes, parents and mask
+    python tree.py              ten trunk tokens, three branches, and all of these tables
     pytest tests/test_tree.py   the packed = alone tests
 """
 
@@ -413,31 +413,30 @@ def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape) -> tu
 
 
 def main():
-    trunk = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17, 18, 19]])
+    trunk, lengths = torch.arange(10, 20)[None], torch.tensor([10])
     anchors = torch.tensor([[3, 3, 4]])
     branches = torch.tensor([[[[14, 50, 51, 52]], [[60, 61, 62, 63]], [[50, 51, 70, 71]]]])
-    lengths = torch.tensor([10])
     print(f"trunk      {trunk[0].tolist()}   (positions 0..9)")
     for anchor, branch in zip(anchors[0].tolist(), branches[0, :, 0].tolist()):
         print(f"branch at {anchor}: {branch}")
     for merge in (False, True):
         tree = build_tree(trunk, lengths, anchors, branches, merge=merge)
-        T = tree.num_trunk_slots
-        mask = tree.view().mask[0, 0].int()
+        T, view = tree.num_trunk_slots, tree.view()
+        above, (ends, seen) = tree.ancestors(4)[0].tolist(), block_ends(view, 2)
         print(f"\nmerge={merge}: {tree.num_nodes} nodes (packed index = {T} + node)")
-        print(" node token parent position   sees: trunk ... | nodes ...")
+        print(" node token parent position   sees trunk|nodes       ancestors         blocks of 2")
         for n in range(tree.num_nodes):
-            row = (
-                "".join(" ■"[v] for v in mask[n, :T]) + "|" + "".join(" ■"[v] for v in mask[n, T:])
-            )
-            fields = [f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions)]
-            print(f"{n:5d} {fields[0]:5d} {fields[1]:6d} {fields[2]:8d}   {row}")
+            row = "".join(" ■"[v] for v in view.mask[0, 0, n].int())
+            fields = (f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions))
+            shown = "{:5d} {:6d} {:8d}   ".format(*fields) + f"{row[:T]}|{row[T:]}"
+            print(f"{n:5d} {shown}   {above[n]}   end at {ends[seen[0, n]].tolist()}")
         for branch in range(3):
             places = tree.slots[0, branch, 0, :-1].tolist()
             print(f" p_1..p_4 of branch {branch} come from packed indices {places}")
-    print(
-        "\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2."
-    )
+        for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
+            print(f" recurrent state after trunk token {root} serves nodes {group}")
+    print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2. Blocks "
+          "that end\nbelow 10 lie on the trunk and are shared; others are a branch's.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import loss as losses
 import serve
 from data import load_tokenizer, write_byte_tokenizer
 from drafter import Drafter, Memory, Proposal, Sampling
-from serve import Acceptance, evaluate, generate
+from measure import Acceptance, evaluate
+from serve import generate
 from tree import build_tree
 
 W = 4
@@ -403,8 +404,8 @@ def test_the_paired_interval_is_narrower_and_covers_the_difference():
     torch.manual_seed(0)
     rounds = torch.randint(20, 40, (96,))
     base = (rounds * (2 + torch.rand(96))).long()
-    a = Acceptance(base, rounds, torch.zeros(96, W), 1.0)
-    b = Acceptance(base + rounds // 5, rounds, torch.zeros(96, W), 1.0)
+    a = Acceptance(base, rounds, rounds, torch.zeros(96, W), 1.0)
+    b = Acceptance(base + rounds // 5, rounds, rounds, torch.zeros(96, W), 1.0)
     low, high = b.interval(a)
     assert low <= b.mean - a.mean <= high and low > 0.1
     wide = b.interval()

@@ -10,11 +10,14 @@ import pytest
 import torch
 from conftest import ROOT, small_drafter, small_target
 
+import files
 import loss as losses
 import train as training
 from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers, set_rate
+from measure import Measure
+from prepare import start_drafter
 from serve import generate
 from target import Trunks
 from train import MODES, TrainConfig, batch_rows, step_loss, until_stop
@@ -150,7 +153,7 @@ def run(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
     for stop in stops:
         target, references = setup()
         drafter = small_drafter(target)
-        measure = training.Measure([[1, 2, 3], [4, 5]], CONFIG.eval_tokens, STOP, 0)
+        measure = Measure([[1, 2, 3], [4, 5]], CONFIG.eval_tokens, STOP, 0)
         config = dataclasses.replace(CONFIG, mode=mode, stop_after=stop)
         trunks = Trunks(target, references, 2.0)
         training.train(config, drafter, trunks, measure, out)
@@ -202,7 +205,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="another --out"):
         run(tmp_path / "ce", "ce", [0])
     with pytest.raises(ValueError, match="another --out"):
-        training.stage(tmp_path / "ce", {}, lambda: 1 / 0)
+        files.stage(tmp_path / "ce", {}, lambda: 1 / 0)
     assert (tmp_path / "ce/model.safetensors").read_bytes() == before
 
 
@@ -212,9 +215,9 @@ def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
     for change in (dict(block_size=7), dict(draft_layers=3), dict(mask_token_id=0)):
         config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
         with pytest.raises(ValueError, match=next(iter(change))):
-            training.start_drafter(config, target, None)
+            start_drafter(config, target, None)
     same = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
-    assert training.start_drafter(same, target, None).config.block_size == 5
+    assert start_drafter(same, target, None).config.block_size == 5
 
 
 @pytest.mark.parametrize(
