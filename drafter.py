@@ -1,187 +1,63 @@
-"""The proposer: DFlash, a few decoder layers that fill a whole block of tokens in one pass.
+"""The proposer: a few decoder layers that fill a whole block of tokens in one pass.
 
 1. The target's hidden states at a few tapped layers are fused into context features,
    hidden_norm(fc(taps)).
 2. Each drafter layer is an ordinary decoder layer whose PAST is made from these features: its own
    k/v projections applied to them, at their true positions. No token of the context is run again.
 3. The block is [x_a, MASK, ..., MASK]; its tokens see the context strictly before a, and one
-   another both ways. Slot j >= 1 predicts the token at its own position a + j, all slots at once.
+   another (both ways, if not causal). In DFlash slot j >= 1 predicts the token at its own position
+   a + j, in DSpark slot j >= 0 the one after it, all slots at once.
 4. Embedding and head are the target's, frozen.
+5. DFlash draws each slot for itself; DSpark and DFlash 2 walk the slots from left to right, each
+   knowing the token before it (heads.py). That costs W tiny steps, no pass of the backbone.
 
 `propose` returns the tokens and the very distribution they were drawn from (paper: p is the
-target's, q the drafter's). The same function serves training (all anchors of a reference at once,
-with gradient) and decoding (one anchor per row, features kept in a `Memory`). Left out: causal and
-sliding-window blocks.
+target's, q the drafter's); `logits` is q on any given history, for the loss. The same functions
+serve training (all anchors of a reference at once, with gradient) and decoding (one anchor per row,
+features kept in a `Memory`).
 
     python drafter.py            a block proposed at two anchors, and its visibility
-    pytest tests/test_drafter.py
+    pytest tests/test_drafter.py tests/test_drafter_folders.py
 """
 
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import flat, load_weights, save_tensors
-from config import ModelConfig
+from checkpoint import flat, load_weights, save_tensors, tensor_files
+from drafter_config import DrafterConfig
 from files import read_json, write_json
+from heads import CandidateSelector, ConfidenceHead, ConvolvedLayer, MarkovHead
 from model import DecoderLayer, RMSNorm, init_weights, rotary
+from sampling import Sampling, draw
 from target import Target, Trunk
-from tree import block_view, place, with_room
+from tree import at, block_view, place, with_room
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
-
-
-# ----------------------------------------------------------------------------------------- sampling
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How logits become the distribution that is drawn from and judged by, the same for p and q."""
-
-    temperature: float = 1.0  # 0 = greedy: all mass on the argmax
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0  # 1 = off
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}"
-            )
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) -> probabilities (..., V), float32."""
-        logits = logits.float()
-        if self.temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:  # ties at the edge stay in
-            edge = logits.topk(self.top_k, -1).values[..., -1:]
-            logits = logits.masked_fill(logits < edge, -torch.inf)
-        probs = logits.softmax(-1)
-        if self.top_p < 1:  # the smallest set of likeliest tokens that reaches top_p
-            ordered, order = probs.sort(-1, descending=True)
-            outside = ordered.cumsum(-1) - ordered >= self.top_p
-            probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), 0.0)
-            probs = probs / probs.sum(-1, keepdim=True)
-        return probs
-
-
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens by inverse distribution function: probs (..., V), uniforms (..., n) in [0,1) -> (...,
-    n). A token of probability zero is never drawn."""
-    upto = probs.cumsum(-1)
-    whole = upto[..., -1:]
-    point = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    return torch.searchsorted(upto, point.contiguous(), right=True)
-
-
-# ------------------------------------------------------------------------------------------- config
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """The layers' shape (a Qwen3 config) and what makes them a drafter."""
-
-    layers: ModelConfig
-    block_size: int  # b = W + 1
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int | None = None  # of the target it was trained for, if the file says
-    is_causal: bool = False
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """W, the tokens proposed per block."""
-        return self.block_size - 1
-
-    def check(self, target: Target, tokenizer=None) -> None:
-        """Everything by which a drafter can fail to fit its target (and tokenizer), named."""
-        config, ids = target.config, self.target_layer_ids
-        if self.is_causal:
-            raise ValueError("is_causal = true is not implemented: the block is bidirectional")
-        if self.block_size < 2:
-            raise ValueError(
-                f"block_size {self.block_size}: a block holds the anchor and at least one draft"
-            )
-        own = {"hidden_size": self.layers.hidden_size, "vocab_size": self.layers.vocab_size}
-        own["num_target_layers"] = self.num_target_layers
-        for name, value in own.items():
-            wanted = getattr(config, name.replace("target", "hidden"))
-            if value is not None and value != wanted:
-                raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
-        if self.layers.num_hidden_layers < 1:
-            raise ValueError(f"num_hidden_layers {self.layers.num_hidden_layers}: at least 1")
-        if not ids or not all(0 <= i < config.num_hidden_layers for i in ids):
-            raise ValueError(
-                f"target_layer_ids {list(ids)} are not layers 0..{config.num_hidden_layers - 1}"
-            )
-        if not 0 <= self.mask_token_id < config.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is beyond vocab_size {config.vocab_size}"
-            )
-        if tokenizer and self.mask_token_id in (*tokenizer.stop_ids, tokenizer.pad_id):
-            raise ValueError(f"mask_token_id {self.mask_token_id} is a stop or pad id")
-        if tokenizer and self.mask_token_id in tokenizer.text_ids:
-            print(f"warning: mask_token_id {self.mask_token_id} is an ordinary token of text")
-
-    @classmethod
-    def from_dict(cls, found: dict, source: str) -> "DrafterConfig":
-        if found.get("architectures") != ["DFlashDraftModel"]:
-            named = found.get("architectures")
-            raise ValueError(f"{source}: architectures {named}; implemented: ['DFlashDraftModel']")
-        inner = found.get("dflash_config") or {}
-        sizes = {d["block_size"] for d in (found, inner) if "block_size" in d}
-        if len(sizes) != 1:
-            raise ValueError(
-                f"{source}: block_size is given {len(sizes)} different times: {sorted(sizes)}"
-            )
-        if lacking := {"mask_token_id", "target_layer_ids"} - set(inner):
-            raise ValueError(f"{source}: dflash_config lacks {', '.join(sorted(lacking))}")
-        if inner.get("use_swa"):
-            raise ValueError(f"{source}: dflash_config.use_swa is not implemented")
-        causal = found.get("is_causal")
-        causal = inner.get("causal", False) if causal is None else causal
-        ids, numbers = inner["target_layer_ids"], [inner["mask_token_id"], *sizes]
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids + numbers):
-            raise ValueError(f"{source}: target_layer_ids {ids} must be a list of integers, "
-                             f"mask_token_id and block_size {numbers} integers")  # fmt: skip
-        return cls(
-            ModelConfig.from_dict(found, source), sizes.pop(), inner["mask_token_id"], tuple(ids),
-            found.get("num_target_layers"), causal,
-        )  # fmt: skip
-
-    def to_dict(self) -> dict:
-        """config.json in the dialect that engines load."""
-        names = {"architectures": ["DFlashDraftModel"]}
-        inner = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.target_layer_ids),
-        }
-        return names | self.layers.to_dict() | {
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "layer_types": ["full_attention"] * self.layers.num_hidden_layers,
-            "sliding_window": None,
-            "is_causal": self.is_causal,
-            "dflash_config": inner,
-        }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ drafter
+PLAIN = Sampling()
 
 
 @dataclass
 class Memory:
-    """The drafter's keys and values of the context, per layer (B,S,2,H_kv,D), by position."""
+    """The drafter's keys and values of the context, per layer (B,S,2,H_kv,D): by position, or of a
+    sliding layer in serving a ring, slot = position mod S."""
 
     states: list[Tensor]
     width: int
+    rings: tuple[bool, ...] = ()
 
     def select(self, rows: Tensor) -> "Memory":
-        return Memory([state[rows] for state in self.states], self.width)
+        return replace(self, states=[state[rows] for state in self.states])
+
+    def held(self, layer: int, lengths: Tensor) -> Tensor | None:
+        """The positions (B,S) that a ring's slots hold once lengths (B,) tokens are remembered,
+        below 0 where there is none; None: the slots are the positions."""
+        if not (self.rings and self.rings[layer]):
+            return None
+        S, last = self.states[layer].shape[1], lengths[:, None] - 1
+        return last - (last - torch.arange(S, device=lengths.device)) % S
 
 
 @dataclass
@@ -189,35 +65,55 @@ class Proposal:
     """K branches of W tokens at each anchor, and what they were drawn from."""
 
     tokens: Tensor  # (B, A, K, W)
-    # (B, A, 1, W, C), with gradient if there was one; DFlash's q is the same for all K
-    hidden: Tensor
+    hidden: Tensor  # (B, A, 1, W, C), with gradient if there was one
+    first: Tensor  # (B, A) the anchors' tokens
     sampling: Sampling
     drafter: "Drafter"
-    drawn_from: Tensor | None = None  # (B, A, 1, W, V), kept if the caller divides by it
+    # (B, A, K or 1, W, V), kept if the caller divides by it
+    drawn_from: Tensor | None = None
+
+    @property
+    def before(self) -> Tensor:
+        """(B, A, K, W) the token before each."""
+        return history(self.first, self.tokens)
 
     def probs(self) -> Tensor:
         """q (B,A,K,W,V), float32, with gradient through `hidden`: for tests and small
         vocabularies."""
-        q = self.sampling.probs(self.drafter.logits(self.hidden))
+        q = self.sampling.probs(self.drafter.logits(self.hidden, self.before))
         return q.expand(*self.tokens.shape, -1)
 
 
+def history(first: Tensor, tokens: Tensor) -> Tensor:
+    """first (B,A), tokens (B,A,K,W) -> the token before each (B,A,K,W): x_a, y_1, ..., y_{W-1}."""
+    first = first[..., None, None].expand(*tokens.shape[:-1], 1)
+    return torch.cat([first, tokens[..., :-1]], -1)
+
+
 class Drafter(nn.Module):
-    """DFlash. Parameters are the drafter's own; the target is held, not owned."""
+    """DFlash, and what all drafters have in common. Parameters are the drafter's own; the target is
+    held, not owned."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__()
         config.check(target)
         self.config = config
         self._held = (target,)  # in a tuple, so that its parameters are not ours
-        C = config.layers.hidden_size
+        C, V = config.layers.hidden_size, config.layers.vocab_size
         self.fc = nn.Linear(len(config.target_layer_ids) * C, C, bias=False)
         self.hidden_norm = RMSNorm(C, config.layers.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layers) for _ in range(config.layers.num_hidden_layers)
+            self.new_layer() for _ in range(config.layers.num_hidden_layers)
         )
         self.norm = RMSNorm(C, config.layers.rms_norm_eps)
+        if config.own_vocabulary:
+            self.embed_tokens, self.lm_head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
+            self.embed_tokens.requires_grad_(False)
+            self.lm_head.requires_grad_(False)
         target.tap_ids = config.target_layer_ids
+
+    def new_layer(self) -> DecoderLayer:
+        return DecoderLayer(self.config.layers)
 
     @property
     def target(self) -> Target:
@@ -235,8 +131,9 @@ class Drafter(nn.Module):
         rope = self._rope(positions)
         return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
 
-    def remember(self, trunk: Trunk, room: int = 0) -> Memory:
-        """The context's keys and values of a whole trunk; `room` for decoding to add more."""
+    def remember(self, trunk: Trunk, room: int = 0, bounded: bool = False) -> Memory:
+        """The context's keys and values of a whole trunk; `room` for decoding to add more. bounded:
+        a sliding layer keeps its window alone, and then blocks stand at the trunk's end."""
         if trunk.tap_ids != self.config.target_layer_ids:
             raise ValueError(
                 f"the trunk was tapped at layers {trunk.tap_ids}, "
@@ -246,52 +143,103 @@ class Drafter(nn.Module):
             raise ValueError("this trunk keeps no taps: remember it before they are dropped")
         T = trunk.taps.shape[1]
         states = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
-        states = [with_room(state, T + room) for state in states]
-        return Memory(states, T)
+        memory = Memory(states, T, (False,) * len(states))
+        for layer, state in enumerate(states):
+            # what a round writes behind the text must not reach what a window may see
+            size = self.config.window(layer) + self.config.num_draft_tokens + 1
+            if bounded and self.config.window(layer) and size < T + room:
+                memory.rings = (*memory.rings[:layer], True, *memory.rings[layer + 1 :])
+                states[layer] = with_room(state, size)[:, :size]  # for its shape
+                positions = memory.held(layer, trunk.lengths)
+                states[layer] = at(state, positions.clamp(0, T - 1))
+            else:
+                states[layer] = with_room(state, T + room)
+        return memory
 
     def extend(self, memory: Memory, taps: Tensor, lengths: Tensor) -> Memory:
         """Remember P more tokens of each row, taps (B,P,·), at positions lengths (B,) onwards, in
         place. Entries beyond what gets committed are leftovers that no anchor looks at."""
         slots = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        for cache, new in zip(memory.states, self._context(taps, slots)):
-            place(cache, new, slots)
-        return Memory(memory.states, memory.width + taps.shape[1])
+        rings = memory.rings or (False,) * len(memory.states)
+        for ring, cache, new in zip(rings, memory.states, self._context(taps, slots)):
+            place(cache, new, slots % cache.shape[1] if ring else slots)
+        return replace(memory, width=memory.width + taps.shape[1])
 
     # -- the block
 
     def block(self, trunk: Trunk, anchors: Tensor, memory: Memory | None = None) -> Tensor:
         """Final hidden (B,A,W,C) of the blocks at anchors (B,A), all in one pass. The trunk gives
         the anchors' tokens and, without a memory, the context."""
-        B, A = anchors.shape
-        b = self.config.block_size
+        config, (B, A) = self.config, anchors.shape
+        b = config.block_size
         if memory is None:
             memory = self.remember(trunk)
         first = trunk.tokens.gather(1, anchors.clamp(min=0))[..., None]  # (B, A, 1)
-        masks = first.new_full((B, A, b - 1), self.config.mask_token_id)
+        masks = first.new_full((B, A, b - 1), config.mask_token_id)
         tokens = torch.cat([first, masks], -1).view(B, A * b)
-        view = block_view(anchors, b, memory.width)
-        x = self.target.model.embed_tokens(tokens).to(self.fc.weight.dtype)  # (B, A*b, C)
-        rope = self._rope(view.positions)
-        for layer, past in zip(self.layers, memory.states):
+        embed = self.embed_tokens if config.own_vocabulary else self.target.model.embed_tokens
+        x = embed(tokens).to(self.fc.weight.dtype) * config.input_embedding_scale  # (B, A*b, C)
+        views = {}  # layers that see alike share one
+        for number, (layer, past) in enumerate(zip(self.layers, memory.states)):
+            window, causal = config.window(number), config.causal(number)
+            held = memory.held(number, anchors[:, 0])
+            kind = (window, causal, held is None)
+            if kind not in views:
+                slots = memory.width if held is None else past.shape[1]
+                view = block_view(anchors, b, slots, window, causal, held)
+                views[kind] = view, self._rope(view.positions)
+            view, rope = views[kind]
             x = layer(x, rope, view, {"kv": past})[0]
-        return self.norm(x).view(B, A, b, -1)[:, :, 1:]  # slot j >= 1 predicts position a + j
+        return self.norm(x).view(B, A, b, -1)[:, :, b - config.num_draft_tokens :]
 
     def proposable(self, ids: Tensor) -> Tensor:
         """Which ids q may hold: not MASK, not a row beyond the tokenizer. (p is never masked.)"""
         return (ids != self.config.mask_token_id) & (ids < self.target.num_tokens)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(…, C) -> (…, V) by the target's head; -inf where an id is not proposable."""
-        logits = self.target.head(hidden.to(self.target.lm_head.weight.dtype))
+    def unary(self, hidden: Tensor) -> Tensor:
+        """(…, C) -> (…, V) by the head; -inf where an id is not proposable."""
+        head = self.lm_head if self.config.own_vocabulary else self.target.lm_head
+        logits = head(hidden.to(head.weight.dtype))
         ids = torch.arange(logits.shape[-1], device=logits.device)
         return logits.masked_fill(~self.proposable(ids), -torch.inf)
+
+    # -- what is proposed
+
+    def step(self, hidden: Tensor, before: Tensor, state=None, labels=None):
+        """Logits of some slots given the tokens before them: hidden (…,1 or K,W,C), before (…,K,W)
+        -> (…,1 or K,W,V), and a state for the slots behind. Labels (…,K,W): ids that must be
+        among them."""
+        return self.unary(hidden), None
+
+    def logits(self, hidden: Tensor, before: Tensor | None = None, labels=None) -> Tensor:
+        """q's logits on a given history; see `step`."""
+        return self.step(hidden, before, None, labels)[0]
+
+    says_confidence = False
+
+    def confidence(self, hidden: Tensor, before: Tensor, detached: bool = False) -> Tensor:
+        """How likely each draft is accepted, given those before it: logits (…,K,W). detached:
+        without a gradient beyond the confidence head."""
+        raise ValueError(f"a {self.config.kind} drafter without a confidence head")
+
+    def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
+        """Tokens (R,K,W) of R blocks, and what they were drawn from (R,1,W,V): hidden (R,W,C),
+        first (R,), uniforms (R,K,W), None for the argmax. DFlash's slots know nothing of one
+        another, so they and all branches are drawn at once."""
+        logits = self.unary(hidden)  # (R, W, V)
+        best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
+        if uniforms is None:
+            return best, None
+        q = sampling.probs(logits)
+        tokens = draw(q, uniforms.transpose(1, 2)).transpose(1, 2)  # (R, K, W)
+        return torch.cat([best[:, :num_greedy], tokens[:, num_greedy:]], 1), q[:, None]
 
     def propose(
         self,
         trunk: Trunk,
         anchors: Tensor,
         num_branches: int = 1,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = PLAIN,
         generator: torch.Generator | Tensor | None = None,
         memory: Memory | None = None,
         keep_probs: bool = False,
@@ -301,39 +249,38 @@ class Drafter(nn.Module):
         instead of draws. `generator` may be the uniforms (B,A,K,W)."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
-        rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
-        greedy = sampling.temperature == 0 and not keep_probs  # nothing to draw
-        if not greedy:
+        first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
+        uniforms = None
+        if sampling.temperature > 0 or keep_probs:  # else there is nothing to draw
             uniforms = generator
             if not isinstance(uniforms, Tensor):
                 device = "cpu" if generator is None else generator.device
                 uniforms = torch.rand(shape, generator=generator, device=device)
-            uniforms = uniforms.to(hidden.device).transpose(2, 3).flatten(0, 1)  # (B*A, W, K)
-        size = max(1, DRAW_ELEMENTS // (shape[-1] * self.config.layers.vocab_size))
+            uniforms = uniforms.to(hidden.device).flatten(0, 1)  # (B*A, K, W)
+        rows, starts = hidden.detach().flatten(0, 1), first.flatten()
+        size = max(1, DRAW_ELEMENTS // (num_branches * shape[-1] * self.config.layers.vocab_size))
         drawn, kept = [], []
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
-                logits = self.logits(rows[start : start + size])
-                if greedy:
-                    drawn.append(logits.argmax(-1, keepdim=True).expand(-1, -1, num_branches))
-                    continue
-                kept.append(sampling.probs(logits))
-                drawn.append(draw(kept[-1], uniforms[start : start + size]))
-                if num_greedy:
-                    drawn[-1][..., :num_greedy] = logits.argmax(-1, keepdim=True)
-                if not keep_probs:
-                    kept.clear()
-        tokens = torch.cat(drawn).transpose(1, 2).reshape(shape)
-        q = torch.cat(kept).view(*shape[:2], 1, shape[3], -1) if keep_probs else None
-        return Proposal(tokens, hidden[:, :, None], sampling, self, q)
+                part = slice(start, start + size)
+                u = None if uniforms is None else uniforms[part]
+                found = self.walk(rows[part], starts[part], u, sampling, num_branches, num_greedy)
+                drawn.append(found[0])
+                kept += [found[1]] if keep_probs else []
+        q = torch.cat(kept).unflatten(0, anchors.shape) if keep_probs else None
+        tokens = torch.cat(drawn).view(shape)
+        return Proposal(tokens, hidden[:, :, None], first, sampling, self, q)
 
     # -- making, loading, saving
 
     @classmethod
     def fresh(
-        cls, target: Target, num_layers: int = 2, block_size: int = 8, mask_token_id=None, seed=0
-    ):
-        """An untrained drafter of the target's width. MASK: the first row beyond the tokenizer."""
+        cls, target: Target, num_layers: int = 2, block_size: int = 8, mask_token_id=None, seed=0,
+        architecture: str = "DFlashDraftModel", **fields,
+    ):  # fmt: skip
+        """An untrained drafter of the target's width; `fields` of its config. Its backbone is the
+        same for every kind, and so is at first what it proposes (but for DFlash 2's top k). MASK:
+        the first row beyond the tokenizer."""
         if mask_token_id is None:
             mask_token_id = target.num_tokens
             if mask_token_id >= target.config.vocab_size:
@@ -346,36 +293,127 @@ class Drafter(nn.Module):
                 else target.config.intermediate_size),
         )  # fmt: skip
         config = DrafterConfig(
-            layers,
-            block_size,
-            mask_token_id,
-            tuple(target.tap_ids),
-            target.config.num_hidden_layers,
-        )
+            layers, block_size, mask_token_id, tuple(target.tap_ids),
+            target.config.num_hidden_layers, architecture=architecture, **fields,
+        )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return cls(config, target).apply(init_weights)
+            plain = Drafter(config.without_heads(), target).apply(init_weights)
+            drafter = drafter_class(config)(config, target)
+        drafter.load_state_dict(plain.state_dict(), strict=False)
+        return drafter
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """A published drafter folder, on the target's device; sets the target's taps to the
-        drafter's. dtype None keeps the file's (bfloat16 as published); training wants float32."""
+        """A published drafter folder of any kind, on the target's device; sets the target's taps to
+        the drafter's. dtype None keeps the file's (bfloat16 as published); training wants
+        float32."""
         folder = Path(folder)
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source))
+        names = {name.removeprefix("model.") for name in tensor_files(folder)}
+        config = replace(config, own_vocabulary="embed_tokens.weight" in names)
         with torch.device("meta"):
-            drafter = cls(config, target)
-        device = target.lm_head.weight.device
-        load_weights(drafter, folder, device, dtype, flat)
+            drafter = drafter_class(config)(config, target)
+        load_weights(drafter, folder, target.lm_head.weight.device, dtype, flat)
         return drafter
 
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:
         """config.json and model.safetensors, flat names, bfloat16: what engines load."""
-        folder = Path(folder)
-        save_tensors(
-            folder / "model.safetensors", {k: v.to(dtype) for k, v in self.state_dict().items()}
-        )
+        folder, tensors = Path(folder), dict(self.state_dict())
+        save_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
         write_json(folder / "config.json", self.config.to_dict() | {"dtype": str(dtype)[6:]})
+
+
+class Sequential(Drafter):
+    """A drafter whose slots know the token before them."""
+
+    def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
+        """As DFlash's, from left to right: q (R,K,W,V) is each branch's own."""
+        before, state = first[:, None, None].expand(-1, num_branches, 1), None
+        tokens, kept = [], []
+        for k in range(hidden.shape[1]):
+            logits, state = self.step(hidden[:, None, k : k + 1], before, state)
+            best = logits.argmax(-1).expand_as(before)  # (R, K, 1)
+            if uniforms is not None:
+                kept.append(sampling.probs(logits).expand(*before.shape, -1))  # (R, K, 1, V)
+                drawn = draw(kept[-1], uniforms[:, :, k : k + 1, None])[..., 0]
+                best = torch.cat([best[:, :num_greedy], drawn[:, num_greedy:]], 1)
+            tokens.append(best)
+            before = best
+        return torch.cat(tokens, -1), torch.cat(kept, -2) if kept else None
+
+
+class DSpark(Sequential):
+    """DFlash's backbone one slot on, a Markov head behind it, and a confidence head."""
+
+    def __init__(self, config: DrafterConfig, target: Target):
+        super().__init__(config, target)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+
+    def step(self, hidden, before, state=None, labels=None):
+        logits = self.unary(hidden)
+        if self.markov_head is None:
+            return logits, None
+        added, state = self.markov_head(hidden, before, state)
+        return logits.float() + added.float(), state
+
+    @property
+    def says_confidence(self) -> bool:
+        return self.confidence_head is not None
+
+    def confidence(self, hidden, before, detached=False):
+        if not self.says_confidence:
+            return super().confidence(hidden, before)
+        e = self.markov_head.markov_w1(before) if self.markov_head else None
+        if detached:
+            hidden, e = hidden.detach(), None if e is None else e.detach()
+        return self.confidence_head(hidden, e).expand(before.shape)
+
+
+class DFlash2(Sequential):
+    """DFlash with convolutions along the block, and a selector over each slot's best tokens."""
+
+    def __init__(self, config: DrafterConfig, target: Target):
+        super().__init__(config, target)
+        self.candidate_selector = CandidateSelector(config)
+
+    def new_layer(self) -> DecoderLayer:
+        return ConvolvedLayer(self.config.layers, self.config)
+
+    def finished(self, unary: Tensor) -> Tensor:
+        """Unary logits as they count, once the candidates are chosen."""
+        cap, scaled = self.config.final_logit_softcapping, unary.float()
+        scaled = scaled * self.config.output_multiplier
+        scaled = cap * (scaled / cap).tanh() if cap else scaled
+        return scaled.masked_fill(unary.isneginf(), -torch.inf)  # not to be proposed, still
+
+    def step(self, hidden, before, state=None, labels=None):
+        """A label that is no candidate takes the last one's place (in training only)."""
+        unary = self.unary(hidden)  # (…, 1 or K, W, V)
+        ids = unary.detach().topk(self.config.selector_top_k, -1).indices
+        ids = ids.expand(*before.shape, -1)  # (…, K, W, k)
+        if labels is not None:
+            there = (ids == labels[..., None]).any(-1)
+            last = torch.where(there, ids[..., -1], labels)
+            ids = torch.cat([ids[..., :-1], last[..., None]], -1)
+        unary, shape = unary.expand(*before.shape, -1), (*before.shape, unary.shape[-1])
+        scores = self.finished(unary.gather(-1, ids))  # (…, K, W, k)
+        scores = scores + self.candidate_selector(hidden, before, ids).float()
+        return scores.new_full(shape, -torch.inf).scatter(-1, ids, scores), None
+
+
+    @torch.no_grad()
+    def coverage(self, hidden, labels, valid) -> Tensor:
+        """The share of labels (…,W) that are among their slot's candidates."""
+        ids = self.unary(hidden).topk(self.config.selector_top_k, -1).indices
+        there = (ids == labels[..., None]).any(-1) & valid
+        return there.sum() / valid.sum().clamp(min=1)
+
+
+def drafter_class(config: DrafterConfig) -> type:
+    return {"dflash": Drafter, "dspark": DSpark, "dflash2": DFlash2}[config.kind]
 
 
 def main():

@@ -26,6 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
+TERMS = (*LOSSES, "early_tv", "confidence")  # the last two: DSpark's
+DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8}  # 0.1 CE + 0.9 sum |q - p|, beside the confidence
+# matrices that are looked up row by row, or have one row: nothing for Muon
+ROWS = ("embed", "lm_head", "markov_w", "codebook", "confidence_head")
 CHUNK_ELEMENTS = 2**24  # logits held at once by `chunked`: 64 MiB in float32, a few times over
 
 
@@ -111,93 +115,109 @@ def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
 
 
 def denominator(name: str, mask: Tensor, decay: float = 4.0) -> Tensor:
-    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or CE's
-    weights. Summed over processes before dividing, it makes many ranks give the gradient of one."""
+    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or
+    their weights. Summed over processes before dividing, it makes many ranks give the gradient of
+    one."""
     valid = mask.float()
-    return (valid * position_weights(mask.shape[-1], decay, valid) if name == "ce" else valid).sum()
+    early = name in ("ce", "early_tv", "confidence")
+    return (valid * position_weights(mask.shape[-1], decay, valid) if early else valid).sum()
 
 
-def _numerator(
-    name, q_logits, p_logits, tokens, valid, temperature, decay
-) -> tuple[Tensor, Tensor | None]:
-    """(sum that the loss grows with, alpha or None) of some branches; logits broadcast to (..., W,
-    V)."""
+def _numerator(name, logits, p, q, alpha, tokens, valid, temperature, decay, sure) -> Tensor:
+    """The sum that the loss grows with, over some branches; p, q and its logits broadcast to (...,
+    W, V), alpha and the logits of confidence `sure` to (..., W)."""
+    weights = valid * position_weights(valid.shape[-1], decay, valid)
     if name == "ce":
-        logp = q_logits.float().log_softmax(-1)
+        logp = logits.float().log_softmax(-1)
         nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
         nll = torch.where(valid > 0, nll, 0.0)  # a masked label may be one that q never holds
-        return (nll * valid * position_weights(tokens.shape[-1], decay, nll)).sum(), None
-    p, q = ((logits.float() / temperature).softmax(-1) for logits in (p_logits, q_logits))
-    p, q = torch.broadcast_tensors(p, q)
-    alpha = acceptance(p, q)
+        return (nll * weights).sum()
     if name == "tv":
-        total = ((1 - alpha) * valid).sum()
-    elif name == "kl":
-        logq = (q_logits.float() / temperature).log_softmax(-1)
+        return ((1 - alpha) * valid).sum()
+    if name == "early_tv":
+        return ((1 - alpha) * weights).sum()
+    if name == "confidence":
+        target = alpha.detach().expand(sure.shape).clamp(0, 1)
+        bce = F.binary_cross_entropy_with_logits(sure.float(), target, reduction="none")
+        return (bce * weights).sum()
+    if name == "kl":
+        logq = (logits.float() / temperature).log_softmax(-1)
         cross = torch.where(logq.isneginf(), 0.0, p * logq)  # ids the drafter may never propose
-        total = ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum()
-    elif name == "e2e_tv":
-        total = -survival(alpha, valid).sum()
-    else:
-        total = -_e2e_al_sum(p, q, tokens, valid).sum()
-    return total, alpha.detach()
+        return ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum()
+    if name == "e2e_tv":
+        return -survival(alpha, valid).sum()
+    return -_e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid).sum()
 
 
 def chunked(
-    name: str,
+    terms: str | dict[str, float],
     q_hidden: Tensor,
     q_head,
     mask: Tensor,
     *,
     p_hidden: Tensor | None = None,
     p_head=None,
+    before: Tensor | None = None,
     tokens: Tensor | None = None,
+    confidence=None,
     temperature: float = 1.0,
     decay: float = 4.0,
     total: Tensor | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss from hidden states and heads, vocabulary-sized work in chunks of anchors.
+    """A loss, or a weighted sum of several, from hidden states and heads, vocabulary-sized work in
+    chunks of anchors.
 
     q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of
-    "ce", the drafts of "e2e_al"; mask (R, K, W) valid positions. q_head, p_head: hidden -> logits.
-    `total`: the denominator if it is not this batch's own (see `denominator`). `rows`: anchors per
-    chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are
+    "ce", the drafts of "e2e_al"; before (R, K, W): the token before each slot; mask (R, K, W) valid
+    positions. q_head: (hidden, before, labels of "ce" or None) -> logits, p_head: hidden -> logits,
+    confidence: (hidden, before) -> logits (R, K, W). A term of weight 0 costs nothing. `total`: the
+    denominator of a single term if it is not this batch's own (see `denominator`). `rows`: anchors
+    per chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are
     recomputed in the backward pass, so at no time do those of two chunks exist. Returns the loss
     and figures: alpha (W,) the mean per position, and survival (W,), both over valid positions;
-    empty for "ce".
+    empty for "ce" alone.
     """
-    if name not in LOSSES:
-        raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
-    R, K, W = mask.shape
-    valid = mask.float()
-    total = denominator(name, mask, decay) if total is None else total
+    terms = {terms: 1.0} if isinstance(terms, str) else terms
+    terms = {name: weight for name, weight in terms.items() if weight}
+    for name in terms:
+        if name not in TERMS:
+            raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
+    (R, K, W), valid, needs_p = mask.shape, mask.float(), set(terms) != {"ce"}
+    totals = {name: denominator(name, mask, decay) if total is None else total for name in terms}
     if rows is None:
-        V = q_head(q_hidden[:1, :1, :1]).shape[-1]
+        V = q_head(q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1]
+                                           for t in (before, None))).shape[-1]  # fmt: skip
         rows = max(1, CHUNK_ELEMENTS // (K * W * V))
 
-    def part(q_part, p_part, tokens_part, valid_part):
-        p_logits = None
-        if name != "ce":
+    def part(q_part, p_part, before_part, tokens_part, valid_part):
+        logits = q_head(q_part, before_part, tokens_part if "ce" in terms else None)
+        p = q = alpha = sure = None
+        if needs_p:
             with torch.no_grad():
-                p_logits = p_head(p_part)
-        return _numerator(
-            name, q_head(q_part), p_logits, tokens_part, valid_part, temperature, decay
-        )
+                p = (p_head(p_part).float() / temperature).softmax(-1)
+            q = (logits.float() / temperature).softmax(-1)
+            alpha = acceptance(p, q)
+        if "confidence" in terms:
+            sure = confidence(q_part, before_part)
+        value = 0.0
+        for name, weight in terms.items():
+            value = value + weight / totals[name].clamp(min=1e-12) * _numerator(
+                name, logits, p, q, alpha, tokens_part, valid_part, temperature, decay, sure
+            )
+        return value, None if alpha is None else alpha.detach()
 
     value, alphas = q_hidden.new_zeros((), dtype=torch.float32), []
     for start in range(0, R, rows):
         cut = [
             None if t is None else t[start : start + rows]
-            for t in (q_hidden, p_hidden, tokens, valid)
+            for t in (q_hidden, p_hidden, before, tokens, valid)
         ]
         piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
         value = value + piece
         alphas.append(alpha)
-    value = value / total.clamp(min=1e-12)
-    if name.startswith("e2e"):
-        value = 1 + value
-    if name == "ce":
+    value = value + sum(weight for name, weight in terms.items() if name.startswith("e2e"))
+    if not needs_p:
         return value, {}
     alpha, count = torch.cat(alphas), valid.sum((0, 1)).clamp(min=1)
     figures = {"alpha": (alpha * valid).sum((0, 1)) / count}
@@ -212,7 +232,7 @@ def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
     matrix_lr 0."""
     matrices, rest = [], []
     for name, parameter in module.named_parameters():
-        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        is_matrix = parameter.dim() == 2 and not any(word in name for word in ROWS)
         (matrices if is_matrix and matrix_lr else rest).append(parameter)
     optimizers = (
         [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else []

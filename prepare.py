@@ -21,6 +21,8 @@ from measure import Measure
 from serve import generate
 from target import Target, train_toy
 
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel",
+                 "dflash2": "DFlash2DraftModel"}  # fmt: skip
 
 def make_target(config, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
@@ -83,15 +85,22 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
     mask = None if config.mask_token_id < 0 else config.mask_token_id
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
-        own = {"draft_layers": len(drafter.layers), "block_size": drafter.config.block_size}
-        own["mask_token_id"] = drafter.config.mask_token_id
+        found = drafter.config
+        own = {"draft_layers": len(drafter.layers), "block_size": found.block_size}
+        own |= {"mask_token_id": found.mask_token_id, "drafter_kind": found.kind}
         for name, value in own.items():
-            unset = -1 if name == "mask_token_id" else 0
-            if getattr(config, name) not in (unset, value):
-                given = f"--{name.replace('_', '-')} {getattr(config, name)}"
-                raise ValueError(f"{config.drafter} has {name} {value}: {given} cannot change it")
+            given = getattr(config, name)
+            if given not in (-1 if name == "mask_token_id" else 0, "", value):
+                flag = f"--{name.replace('_', '-')} {given}"
+                raise ValueError(f"{config.drafter} has {name} {value}: {flag} cannot change it")
     else:
-        shape = config.draft_layers or 2, config.block_size or 8
-        drafter = Drafter.fresh(target, *shape, mask, config.seed).to(config.device)
+        kind = config.drafter_kind or "dflash"
+        size = (config.block_size or 8) - (kind == "dspark" and not config.block_size)  # W = 7
+        rank = config.rank or min(256, target.config.hidden_size)
+        fields = {"dspark": dict(markov_rank=rank, markov_head_type=config.markov_head),
+                  "dflash2": dict(selector_rank=rank)}.get(kind, {})  # fmt: skip
+        drafter = Drafter.fresh(
+            target, config.draft_layers or 2, size, mask, config.seed, ARCHITECTURES[kind], **fields
+        ).to(config.device)
     drafter.config.check(target, tokenizer)
     return drafter

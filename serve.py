@@ -167,7 +167,8 @@ def _generate_batch(
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     taps = drafter.config.target_layer_ids if drafter else ()
     trunk = target.prefill(tokens, lengths, max_new + (K + 1) * (W + 1), taps, checkpoint_every=0)
-    memory = drafter.remember(trunk, room=max_new + 3 * (W + 1)) if drafter else None
+    room = max_new + 3 * (W + 1)
+    memory = drafter.remember(trunk, room, bounded=True) if drafter else None
     last = at(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
     empty = lengths.new_zeros(len(prompts), 0)
     first_noise = None if noise is None else noise[:, 0, -1:]

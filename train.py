@@ -1,6 +1,6 @@
 """The ways to train a drafter, one loop.
 
-    --mode ce       offline: cross-entropy on the reference that the target wrote
+    --mode ce       offline: cross-entropy on the reference that the target wrote (DSpark: its mix)
     --mode e2e      offline: E2E-TV along the reference's own history
     --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the
                     trunk, let the target score the tree in one pass, minimise E2E-TV on them
@@ -21,6 +21,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,11 +30,12 @@ from tqdm import tqdm
 
 import files
 import loss as losses
-from drafter import Drafter, Sampling
+from drafter import Drafter, Sampling, history
+from drafter_config import MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Acceptance, Measure, decoding_speed
-from prepare import prepare, start_drafter
+from prepare import ARCHITECTURES, prepare, start_drafter
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
 
@@ -63,6 +65,11 @@ class TrainConfig:
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
     response_length: int = flag(192, "tokens per response, at most", low=2)
     # the drafter
+    drafter_kind: str = flag("", "dflash, dspark, dflash2; empty: the given drafter's, else dflash",
+                             choices=("", *ARCHITECTURES))  # fmt: skip
+    markov_head: str = flag("vanilla", "of a fresh dspark", choices=MARKOV_HEADS)
+    rank: int = flag(0, "of a fresh dspark's or dflash2's low-rank tables; 0: 256, at most the "
+                        "width", low=0)  # fmt: skip
     draft_layers: int = flag(0, "decoder layers; 0: the given drafter's, 2 for a fresh one", low=0)
     block_size: int = flag(0, "b = W + 1; 0: the given drafter's, 8 for a fresh one", low=0)
     mask_token_id: int = flag(-1, "MASK's row; -1: the given drafter's, or a spare one", low=-1)
@@ -78,6 +85,8 @@ class TrainConfig:
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
     loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd", low=0)
+    confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
+    detach_confidence: bool = flag(False, "the confidence head's loss teaches that head alone")
     ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0)
     merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
     matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
@@ -158,19 +167,34 @@ def step_loss(
         p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)  # p_k from a+k-1
         nodes = unmerged = torch.zeros((), dtype=torch.long)
 
-    def loss_of(name, tokens, valid, p_hidden):
-        q_rows, p_rows, token_rows, valid_rows = (
-            t.flatten(0, 1) for t in (hidden, p_hidden, tokens, valid)
+    first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
+
+    def loss_of(terms, tokens, valid, p_hidden, head=drafter.logits):
+        q_rows, p_rows, before_rows, token_rows, valid_rows = (
+            t.flatten(0, 1) for t in (hidden, p_hidden, history(first, tokens), tokens, valid)
         )
         temperature = config.loss_temperature or config.branch_temperature or 1.0
         return losses.chunked(
-            name, q_rows, drafter.logits, valid_rows, p_hidden=p_rows, p_head=target.head,
-            tokens=token_rows, temperature=temperature, decay=config.ce_decay,
+            terms, q_rows, head, valid_rows, p_hidden=p_rows, p_head=target.head,
+            before=before_rows, tokens=token_rows, temperature=temperature, decay=config.ce_decay,
+            confidence=partial(drafter.confidence, detached=config.detach_confidence),
         )  # fmt: skip
 
-    value, figures = loss_of("ce" if config.mode == "ce" else config.loss, tokens, valid, p_hidden)
-    if config.mode != "ce" and config.ce_weight:
-        value = value + config.ce_weight * loss_of("ce", reference, labelled, p_hidden[:, :, :1])[0]
+    sure = {"confidence": config.confidence_weight if drafter.says_confidence else 0.0}
+    if config.mode != "ce":
+        value, figures = loss_of({config.loss: 1.0} | sure, tokens, valid, p_hidden)
+        if config.ce_weight:
+            labels = reference, labelled, p_hidden[:, :, :1]
+            value = value + config.ce_weight * loss_of("ce", *labels)[0]
+    else:
+        mix = losses.DSPARK_MIX if drafter.config.kind == "dspark" else {"ce": 1.0}
+        value, figures = loss_of(mix | sure, tokens, valid, p_hidden)
+        if drafter.config.kind == "dflash2":  # the base by itself, so that the best k are good
+            def base(hidden, before, labels):
+                return drafter.finished(drafter.unary(hidden))
+
+            value = value + loss_of("ce", tokens, valid, p_hidden, base)[0]
+            figures["coverage"] = drafter.coverage(hidden[0], reference[0], labelled[0])
     return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
 
 

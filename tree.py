@@ -378,16 +378,24 @@ def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
     return (mask.scatter(2, slots, True)[..., :-1] & view.visible()[:, 0])[:, None]
 
 
-def block_view(anchors: Tensor, block: int, num_context: int) -> View:
-    """What a drafter's block tokens see: context positions strictly before their anchor, and their
-    own block, both ways. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only
-    itself)."""
+def block_view(
+    anchors: Tensor, block: int, num_context: int, window: int = 0, causal: bool = False, held=None
+) -> View:
+    """What a drafter's block tokens see: context positions strictly before their anchor (those less
+    than `window` before the token itself, if there is one), and their own block, both ways or back
+    alone. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only itself); held
+    (B,S): the positions that context slots hold, where it is not their number."""
     B, A = anchors.shape
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block, device=anchors.device)
-    slots = torch.arange(num_context, device=anchors.device)
+    slots = torch.arange(num_context, device=anchors.device) if held is None else held[:, None]
     context = (slots < anchors[..., None]).repeat_interleave(block, 1)  # (B, A*b, T)
+    if window:
+        context = context & (slots > positions.flatten(1)[..., None] - window)
+    if held is not None:
+        context = context & (slots >= 0)
     own = torch.arange(A, device=anchors.device).repeat_interleave(block)
-    same = (own[:, None] == own).expand(B, -1, -1)  # (B, A*b, A*b)
+    same = own[:, None] == own
+    same = (same.tril() if causal else same).expand(B, -1, -1)  # (B, A*b, A*b)
     mask = torch.cat([context, same], -1)[:, None]
     return View(positions.flatten(1), positions.flatten(1) - 1, num_context, mask)
 

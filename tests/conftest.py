@@ -80,6 +80,28 @@ def state_gap(trunk, row: int, alone) -> float:
     )
 
 
+SPARK = dict(architecture="Qwen3DSparkModel", block_size=4, markov_rank=6)
+SECOND = dict(
+    architecture="DFlash2DraftModel", selector_rank=6, selector_top_k=5, conv_group_size=8
+)
+SLIDING = dict(layer_types=("sliding_attention",) * 2, sliding_window=5)
+DRAFTERS = {  # every kind and every variant of it, four drafts each
+    "dflash": {},
+    "dflash causal": dict(is_causal=True),
+    "dflash sliding in part": SLIDING | dict(layer_types=("sliding_attention", "full_attention")),
+    "dflash sliding, causal by it": SLIDING | dict(is_causal=None),
+    "dspark vanilla": SPARK,
+    "dspark gated": SPARK | dict(markov_head_type="gated"),
+    "dspark rnn": SPARK | dict(markov_head_type="rnn", architecture="DSparkDraftModel"),
+    "dspark without markov": SPARK | dict(markov_rank=0),
+    "dspark sliding": SPARK | SLIDING | dict(confidence_head_with_markov=False),
+    "dflash2": SECOND,
+    "dflash2 sliding, scaled": SECOND | SLIDING | dict(
+        conv_kernel_size=3, output_multiplier=0.5, final_logit_softcapping=2.0,
+        input_embedding_scale=1.5),
+}  # fmt: skip
+
+
 @pytest.fixture
 def target():
     return small_target()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import small_drafter, small_target
+from conftest import SECOND, SPARK, small_drafter, small_target
 
 import drafter as drafter_module
 import loss as losses
@@ -39,7 +39,7 @@ class Scripted:
     def __init__(self, rule):
         self.rule = rule
 
-    def remember(self, trunk, room=0):
+    def remember(self, trunk, room=0, bounded=False):
         return Memory([], trunk.width)
 
     def extend(self, memory, taps, lengths):
@@ -49,7 +49,9 @@ class Scripted:
         texts = [trunk.tokens[b, : int(a) + 1].tolist() for b, a in enumerate(anchors[:, 0])]
         tokens, q = zip(*(self.rule(text) for text in texts))
         drawn_from = torch.stack(q)[:, None, None] if keep_probs else None
-        return Proposal(torch.tensor(tokens)[:, None, None], None, sampling, self, drawn_from)
+        return Proposal(
+            torch.tensor(tokens)[:, None, None], None, None, sampling, self, drawn_from
+        )
 
 
 def oracle(target, sampling):
@@ -270,12 +272,19 @@ def distance(found: dict, expected: dict) -> float:
     )
 
 
-@pytest.fixture(scope="module")
-def four_token_pair():
-    """A target over 4 tokens whose p depends on history, a DFlash with W = 2 trained to be near it
+KINDS = {
+    "dflash": dict(block_size=3),
+    "dspark": SPARK | dict(block_size=2, markov_head_type="rnn"),
+    "dflash2": SECOND | dict(block_size=3, selector_top_k=2),
+}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def four_token_pair(request):
+    """A target over 4 tokens whose p depends on history, a drafter with W = 2 trained to be near it
     (MASK is id 3, which q never holds and p does)."""
     target = small_target(seed=3, std=0.25, vocab_size=4, num_hidden_layers=2)
-    drafter = small_drafter(target, block_size=3, mask_token_id=3)
+    drafter = small_drafter(target, mask_token_id=3, **KINDS[request.param])
     target.num_tokens = 4
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -324,7 +333,7 @@ def test_dividing_an_argmax_draft_by_a_soft_q_is_noticed(monkeypatch, four_token
         drawn = honest(
             self, trunk, anchors, num_branches, replace(sampling, temperature=0.0), *rest, **options
         )
-        soft = sampling.probs(self.logits(drawn.hidden))
+        soft = sampling.probs(self.logits(drawn.hidden, drawn.before))
         return replace(drawn, drawn_from=soft.detach())
 
     monkeypatch.setattr(Drafter, "propose", careless)
@@ -456,7 +465,7 @@ def test_of_several_chains_the_longest_right_one_wins(target):
                 right = (whole + [23] * W)[anchor + 1 : anchor + 1 + W]
                 tokens[row, 0, 1] = torch.tensor(right)
                 tokens[row, 0, 0, 0] = right[0]
-            return Proposal(tokens, None, Sampling(), self)
+            return Proposal(tokens, None, None, Sampling(), self)
 
     oracle = small_drafter(target)
     oracle.__class__ = Hidden

@@ -1,0 +1,205 @@
+"""Drafter folders: what engines load, and what they compute from it (plain_drafters.py, written
+from the formats alone). `pytest tests/test_drafter_folders.py`"""
+
+import json
+
+import plain_drafters as plain
+import pytest
+import torch
+from conftest import DRAFTERS, small_drafter, small_target
+from safetensors.torch import load_file, save_file
+
+from drafter import Drafter, Sampling
+from drafter_config import DrafterConfig
+from files import read_json
+
+VARIANTS = list(DRAFTERS)
+
+
+@pytest.fixture(params=VARIANTS)
+def pair(request, target):
+    return target, small_drafter(target, **DRAFTERS[request.param])
+
+
+def test_a_saved_folder_read_by_plain_loops_gives_the_same_q(pair, tmp_path):
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path, torch.float32)
+    config, tensors = plain.read(tmp_path)
+    embed, head = (w.double() for w in (target.model.embed_tokens.weight, target.lm_head.weight))
+    tokens = torch.randint(0, 20, (1, 14), generator=torch.Generator().manual_seed(0))
+    trunk = target.prefill(tokens, torch.tensor([14]))
+    anchors = torch.tensor([[0, 3, 9, 13]])
+    hidden = drafter.block(trunk, anchors)
+    assert hidden.shape[2] == drafter.config.num_draft_tokens == plain.settings(config)["W"] == 4
+    proposal = drafter.propose(trunk, anchors, 2, Sampling(1.0), torch.Generator().manual_seed(1))
+    logits = drafter.logits(hidden[:, :, None], proposal.before)
+    for i, anchor in enumerate(anchors[0].tolist()):
+        x_a = int(tokens[0, anchor])
+        slow = plain.block_hidden(config, tensors, embed, trunk.taps[0], x_a, anchor)
+        torch.testing.assert_close(hidden[0, i].double(), slow, atol=2e-5, rtol=2e-5)
+        for k in range(2):
+            drafts = proposal.tokens[0, i, k].tolist()
+            for temperature in (1.0, 0.7, 0.0):
+                q = plain.distribution(
+                    config, tensors, head, slow, x_a, drafts, temperature, target.num_tokens
+                )
+                ours = Sampling(temperature).probs(logits.expand(1, 4, 2, 4, -1)[0, i, k])
+                torch.testing.assert_close(ours.double(), q, atol=2e-5, rtol=2e-5)
+            if drafter.says_confidence:
+                ours = drafter.confidence(hidden[:, :, None], proposal.before)[0, i, k].sigmoid()
+                other = plain.dspark_confidence(config, tensors, slow, x_a, drafts)
+                torch.testing.assert_close(ours.double(), other, atol=2e-5, rtol=2e-5)
+
+
+def test_the_round_trip_is_bit_equal_and_a_prefix_is_accepted(pair, tmp_path):
+    target, drafter = pair
+    drafter.to(torch.bfloat16).save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    again = Drafter.from_pretrained(tmp_path, target)
+    assert again.config == drafter.config and type(again) is type(drafter)
+    assert set(found) == set(again.state_dict())
+    assert all(torch.equal(found[k], v) for k, v in again.state_dict().items())
+    save_file({f"model.{k}": v for k, v in found.items()}, tmp_path / "model.safetensors")
+    prefixed = Drafter.from_pretrained(tmp_path, target)
+    assert all(torch.equal(found[k], v) for k, v in prefixed.state_dict().items())
+    config = read_json(tmp_path / "config.json")
+    assert config["is_causal"] is drafter.config.causal(0)  # always written
+
+
+def test_a_drafter_with_its_own_embedding_and_head_uses_them(target, tmp_path):
+    drafter = small_drafter(target, **DRAFTERS["dspark vanilla"])
+    drafter.save_pretrained(tmp_path, torch.float32)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    own = {"embed_tokens.weight": target.model.embed_tokens.weight * 0.5,
+           "lm_head.weight": target.lm_head.weight.roll(1, 0).contiguous()}  # fmt: skip
+    save_file(tensors | own, file)
+    loaded = Drafter.from_pretrained(tmp_path, target)
+    assert not loaded.lm_head.weight.requires_grad
+    config, tensors = plain.read(tmp_path)
+    tokens = torch.arange(9)[None]
+    trunk, anchors = target.prefill(tokens, torch.tensor([9])), torch.tensor([[5]])
+    slow = plain.block_hidden(
+        config, tensors, tensors["embed_tokens.weight"], trunk.taps[0], 5, 5
+    )
+    drafts = [1, 2, 3, 4]
+    q = plain.distribution(config, tensors, tensors["lm_head.weight"], slow, 5, drafts, 1.0, 22)
+    before = torch.tensor([[[[5, 1, 2, 3]]]])
+    ours = loaded.logits(loaded.block(trunk, anchors)[:, :, None], before).softmax(-1)[0, 0, 0]
+    torch.testing.assert_close(ours.double(), q, atol=2e-5, rtol=2e-5)
+    loaded.save_pretrained(tmp_path / "again", torch.float32)
+    assert set(load_file(tmp_path / "again/model.safetensors")) == set(tensors)
+    tensors.pop("lm_head.weight")
+    save_file({k: v.float() for k, v in tensors.items()}, file)
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        Drafter.from_pretrained(tmp_path, target)
+
+
+PUBLISHED = {  # of the released drafters: config.json as the formats list them, and a few shapes
+    "27B, DFlash 2": (
+        dict(
+            architectures=["DFlash2DraftModel"], model_type="qwen3", hidden_size=5120,
+            intermediate_size=17408, num_hidden_layers=5, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, vocab_size=248320, rms_norm_eps=1e-6,
+            max_position_embeddings=262144, rope_parameters={"rope_theta": 1e7,
+            "rope_type": "default"}, layer_types=["sliding_attention"] * 5, sliding_window=2048,
+            is_causal=False, num_target_layers=64, dflash_config=dict(
+                block_size=8, mask_token_id=248070, target_layer_ids=[5, 19, 33, 47, 61],
+                conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16),
+        ),
+        {
+            "fc.weight": (5120, 25600), "layers.4.mlp.down_proj.weight": (5120, 17408),
+            "layers.0.self_attn.q_proj.weight": (4096, 5120),
+            "layers.0.attention_conv.base_kernel": (2, 2, 5120),
+            "layers.4.mlp_conv.kernel_projection.weight": (2 * 2 * 320, 5120),
+            "candidate_selector.predecessor_codebook": (248320, 256),
+            "candidate_selector.successor_codebook": (248320, 256),
+            "candidate_selector.hidden_projection.weight": (256, 5120),
+        },
+        5 * (11 + 4) + 3 + 3,
+    ),
+    "8B, DFlash": (
+        dict(
+            architectures=["DFlashDraftModel"], model_type="qwen3", hidden_size=4096,
+            intermediate_size=12288, num_hidden_layers=5, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6,
+            max_position_embeddings=40960, rope_theta=1e6, block_size=16, num_target_layers=36,
+            dflash_config=dict(mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33]),
+        ),
+        {"fc.weight": (4096, 20480), "layers.4.mlp.up_proj.weight": (12288, 4096)},
+        5 * 11 + 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_the_published_configs_have_every_tensor_as_listed(name, monkeypatch):
+    found, shapes, count = PUBLISHED[name]
+    config = DrafterConfig.from_dict(found, name)
+
+    class Frame:  # a target of that size, without its weights
+        tap_ids = ()
+        num_tokens = found["vocab_size"]
+
+        class config:
+            hidden_size, vocab_size = found["hidden_size"], found["vocab_size"]
+            num_hidden_layers = found["num_target_layers"]
+
+    with torch.device("meta"):
+        from drafter import drafter_class
+
+        drafter = drafter_class(config)(config, Frame)
+    tensors = drafter.state_dict()
+    assert len(tensors) == count
+    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
+    written = config.to_dict()
+    assert DrafterConfig.from_dict(json.loads(json.dumps(written)), name) == config
+    block = written["dflash_config"]
+    assert {k: v for k, v in block.items() if k in found["dflash_config"]} == {
+        k: v for k, v in found["dflash_config"].items() if k != "block_size"
+    }
+    assert written["is_causal"] is False and config.block_size == (8 if "27B" in name else 16)
+
+
+BAD = [
+    ("dspark vanilla", {"markov_head_type": "cubic"}, "markov_head_type 'cubic'"),
+    ("dspark vanilla", {"markov_rank": 7}, r"\(1, 39\)"),
+    ("dspark vanilla", {"markov_rank": -1}, "markov_rank"),
+    ("dspark vanilla", {"enable_confidence_head": False}, "confidence_head"),
+    ("dspark vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head"),
+    ("dspark vanilla", {"block_size": 0}, "block_size 0"),
+    ("dspark vanilla", {"dflash_config": {"markov_rank": 8}}, "markov_rank is given twice"),
+    ("dspark vanilla", {"vocab_size": 99}, "vocab_size is 99"),
+    ("dflash2", {"dflash_config": {"selector_top_k": 99}}, "selector_top_k 99"),
+    ("dflash2", {"dflash_config": {"selector_top_k": 0}}, "selector_top_k"),
+    ("dflash2", {"dflash_config": {"conv_group_size": 5}}, "conv_group_size 5"),
+    ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, "base_kernel"),
+    ("dflash2", {"dflash_config": {"final_logit_softcapping": -1.0}}, "final_logit_softcapping"),
+    ("dflash2", {"dflash_config": None}, "lacks mask_token_id"),
+    ("dflash2", {"architectures": ["DFlashDraftModel"]}, "has no place"),
+    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is missing"),
+    ("dflash", {"output_multiplier": 0.5}, "output_multiplier"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window 0"),
+    ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("dflash", {"is_causal": "no"}, "is_causal 'no'"),
+    ("dflash", {"sliding_window": "far", "dflash_config": {"use_swa": True}}, "sliding_window"),
+    ("dflash", {"dflash_config": {"target_hidden_size": 64}}, "target_hidden_size"),
+]
+
+
+@pytest.mark.parametrize("variant, change, word", BAD, ids=[f"{v}: {w}" for v, _, w in BAD])
+def test_a_folder_that_is_wrong_is_an_error_that_names_it(target, tmp_path, variant, change, word):
+    small_drafter(target, **DRAFTERS[variant]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name, value in change.items():
+        inner = isinstance(value, dict) and isinstance(config.get(name), dict)
+        config[name] = config[name] | value if inner else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=word):
+        Drafter.from_pretrained(tmp_path, target)
+
+
+def test_another_targets_drafter_is_an_error(tmp_path):
+    small_drafter(small_target(hidden_size=48)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="hidden_size is 48, this target has 32"):
+        Drafter.from_pretrained(tmp_path, small_target())
