@@ -25,6 +25,8 @@ import replay
 from config import ModelConfig
 from tree import View, at, block_ends, block_mask, causal_view, fetch, highest
 
+GATHERED = 2**15  # keys that are gathered at once
+
 # ---------------------------------------------------------------------------------------- functions
 
 
@@ -42,17 +44,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     R, D = cos.shape[-1], x.shape[-1]
     if R < D:
         return torch.cat([rotate(x[..., :R], rope), x[..., R:]], -1)
-    wide = x.float()
-    return torch.addcmul(wide * cos, wide.roll(R // 2, -1), sin).to(x.dtype)
+    return torch.addcmul((wide := x.float()) * cos, wide.roll(R // 2, -1), sin).to(x.dtype)
 
 
 def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...).
 
-    A cache with room to spare takes the new entries in place, behind every slot in use, where
-    nothing looks before a commit moves them; that saves a decoding round the copy of its whole
-    past.
-    """
+    A cache with room to spare takes the new ones in place, behind every slot in use, where nothing
+    looks before a commit moves them; that saves a decoding round the copy of its past."""
     if past is None:
         return new
     end = num_slots + new.shape[1]
@@ -64,7 +63,10 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
 
 def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, most: int) -> Tensor:
     """Attention q (B,N,H,D) to the at most `most` slots of kv (B,T,2,H_kv,D) that mask (B,1,N,T)
-    marks for each token: reads those alone, however long the text."""
+    marks for each token: reads those alone, however long the text, so many tokens at a time."""
+    if q.shape[1] > (rows := max(1, GATHERED // most)):
+        parts = zip(q.split(rows, 1), mask.split(rows, 2))
+        return torch.cat([gathered_attention(q, kv, mask, most) for q, mask in parts], 1)
     marked, slots = mask[:, 0].to(torch.uint8).topk(most, -1)  # (B, N, S)
     k, v = at(kv, slots.flatten(1)).unflatten(1, slots.shape[1:]).unbind(3)  # (B, N, S, H_kv, D)
     scores = torch.einsum("bnkgd,bnskd->bnkgs", q.unflatten(2, (k.shape[3], -1)).float(), k.float())
@@ -144,7 +146,7 @@ class Attention(nn.Module):
             new |= index
         kv = joined(past and past["kv"], new["kv"], view.num_trunk_slots)
         most = self.indexer and self.indexer.most
-        if most and kv.shape[1] > 4 * most and N * most < 2**17:
+        if most and kv.shape[1] > (4 if N * most < 4 * GATHERED else 32) * most:
             out = gathered_attention(q, kv, mask, most)
             return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
         k, v = kv.unbind(2)
@@ -581,18 +583,16 @@ def main():
     for name, tensor in decoder.named_parameters():
         print(f"  {name:48s} {tuple(tensor.shape)}")
     tokens = torch.tensor([[1, 2, 3, 4]])
-    whole, _, _ = decoder(tokens, causal_view(1, 4))
-    _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
-    last, _, _ = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)
+    a = decoder(tokens, causal_view(1, 4))[0][0, 3]
+    past = decoder(tokens[:, :3], causal_view(1, 3))[2]
+    b = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)[0][0, 0]
     print("\nfinal hidden of token 3, run with its past, and alone on what tokens 0..2 left:")
-    print("  ", [round(v, 4) for v in whole[0, 3].tolist()])
-    print("  ", [round(v, 4) for v in last[0, 0].tolist()])
-    print(f"  largest difference {(whole[0, 3] - last[0, 0]).abs().max().item():.1e}")
+    print(*(f"   {[round(v, 4) for v in hidden.tolist()]}" for hidden in (a, b)), sep="\n")
+    print(f"   largest difference {(a - b).abs().max().item():.1e}")
     rope = rotary(torch.arange(3)[None], 4, 1e4)
     state = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
     print("\nthe same token at positions 0, 1, 2 has keys of one length, turned (rotary):")
-    for key in state[0, :, 0, 0]:
-        print(f"   {[round(v, 3) for v in key.tolist()]}   length {key.norm().item():.4f}")
+    print(*(f"   {[round(v, 3) for v in key.tolist()]}" for key in state[0, :, 0, 0]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -426,7 +426,7 @@ def test_bfloat16_errs_no_more_than_half_again_as_much_as_transformers(tmp_path,
             assert state[name].dtype == torch.float32
 
 
-def test_attention_to_gathered_tokens_equals_attention_under_the_mask():
+def test_attention_to_gathered_tokens_equals_attention_under_the_mask(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 5, 6, 8, generator=generator)
     kv = torch.randn(2, 40, 2, 3, 8, generator=generator)
@@ -436,3 +436,6 @@ def test_attention_to_gathered_tokens_equals_attention_under_the_mask():
     slow = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     fast = gathered_attention(q, kv, mask, 9)  # room for more than are marked
     torch.testing.assert_close(fast, slow.transpose(1, 2), atol=1e-6, rtol=0)
+    monkeypatch.setattr("model.GATHERED", 20)  # two tokens at a time
+    parts = gathered_attention(q, kv, mask, 9)
+    torch.testing.assert_close(parts, slow.transpose(1, 2), atol=1e-6, rtol=0)

@@ -192,6 +192,22 @@ def test_figures_are_means_over_valid_positions():
     torch.testing.assert_close(figures["alpha"][3], alpha[..., 3][mask[..., 3]].mean())
 
 
+def test_a_sum_of_terms_is_their_sum_and_a_term_of_weight_zero_needs_no_tensors():
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(3)
+    given = dict(p_hidden=p_hidden, p_head=p_head, tokens=tokens, rows=2,
+                 confidence=lambda hidden, before: hidden[..., 0])  # fmt: skip
+    terms = {"ce": 0.1, "early_tv": 1.8, "confidence": 0.7, "e2e_tv": 0.5}
+    whole, _ = losses.chunked(terms, q_hidden, head_of(q_head), mask, **given)
+    parts = sum(
+        weight * losses.chunked(name, q_hidden, head_of(q_head), mask, **given)[0]
+        for name, weight in terms.items()
+    )
+    torch.testing.assert_close(whole, parts)
+    alone = dict(q_hidden=q_hidden, q_head=head_of(q_head), mask=mask, tokens=tokens)
+    without, _ = losses.chunked({"ce": 1.0, "early_tv": 0.0, "confidence": 0}, **alone)
+    assert without == losses.chunked("ce", **alone)[0]
+
+
 def test_an_unknown_loss_is_named():
     with pytest.raises(ValueError, match="e2e_tv"):
         losses.chunked("l2", torch.zeros(1, 1, 1, 1), nn.Identity(), torch.ones(1, 1, 1))

@@ -162,6 +162,22 @@ def test_a_sampled_text_does_not_depend_on_its_batch(target, drafter):
         ]
 
 
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_verifying_fewer_drafts_changes_the_rounds_and_not_the_text(target, drafter, num_branches):
+    asked = prompts(6)
+    plain = generate(target, None, asked, 40)
+    for length in (1, 2, W):
+        how = dict(num_branches=num_branches, draft_length=length)
+        results = generate(target, drafter, asked, 40, **how)
+        assert [r.tokens for r in results] == [r.tokens for r in plain]
+        for result in results:
+            assert max(result.accepted, default=0) <= length
+            most = (1 + num_branches * length) * result.num_rounds
+            assert result.num_nodes == most if num_branches == 1 else result.num_nodes <= most
+    with pytest.raises(ValueError, match="draft_length"):
+        generate(target, drafter, asked, 40, draft_length=-1)
+
+
 def test_two_drafters_with_other_taps_serve_one_target(target):
     first = small_drafter(target)
     target.tap_ids = (1, 2)
