@@ -61,9 +61,9 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
-    logits (B,W+1,V) of the target, drafts (B,W), q (B,W,V) what they were drawn from, uniforms
-    (B,W+1) -> number accepted (B,), the next token (B,). At temperature 0, q and uniforms are not
-    looked at: a draft is right or wrong.
+    logits (B,W+1,V) of the target, drafts (B,W), -1 behind the last that is to be judged, q (B,W,V)
+    what they were drawn from, uniforms (B,W+1) -> number accepted (B,), the next token (B,). At
+    temperature 0, q and uniforms are not looked at: a draft is right or wrong.
     """
     B, W = drafts.shape
     rows = torch.arange(B, device=drafts.device)
@@ -74,11 +74,12 @@ def verify(
     p = sampling.probs(logits)  # (B, W+1, V)
     if W == 0:
         return torch.zeros_like(rows), draw(p[:, 0], uniforms[:, :1])[:, 0]
-    p_y, q_y = (t[:, :W].gather(2, drafts[..., None])[..., 0] for t in (p, q))
-    count = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
+    there = drafts >= 0
+    p_y, q_y = (t[:, :W].gather(2, drafts.clamp(min=0)[..., None])[..., 0] for t in (p, q))
+    count = accept(p_y * there, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
     p_next = p[rows, count]  # (B, V)
-    # nothing to subtract from the bonus
-    q_next = q[rows, count.clamp(max=W - 1)] * (count < W)[:, None]
+    # nothing to subtract where no draft was rejected
+    q_next = q[rows, count.clamp(max=W - 1)] * (count < there.sum(1))[:, None]
     residual = (p_next - q_next).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return count, draw(residual, uniforms[:, W:])[:, 0]
@@ -99,12 +100,15 @@ def generate(
     progress: str = "",
     num_branches: int = 1,
     draft_length: int = 0,
+    choose=None,
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
 
     num_branches: chains drafted per round, one the argmax, the others drawn at temperature 1,
     scored as one tree; the longest accepted one wins. At temperature 0 only. draft_length: drafts
-    verified of each chain, 0: all that the drafter proposes.
+    verified of each chain, 0: all that the drafter proposes. choose: from the drafter's confidence
+    logits (B,W) to how many drafts of each row are verified (B,), see confidence.py; costs a round
+    one more synchronisation with the host, since it decides how much is run.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -118,6 +122,8 @@ def generate(
     for name, value in (numbers | {"num_branches": num_branches}).items():
         if value < 1:
             raise ValueError(f"{name} is {value}, at least 1 is needed")
+    if choose and not (drafter and drafter.says_confidence and num_branches == 1):
+        raise ValueError("choosing by confidence needs a drafter with a confidence head, one chain")
     if draft_length < 0:
         raise ValueError(f"draft_length is {draft_length}: 0 is all, else at least 1")
     if num_branches > 1 and (temperature > 0 or not drafter):
@@ -139,7 +145,7 @@ def generate(
         part = slice(start, start + batch_size)
         _generate_batch(
             target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
-            seed, set(stop_ids), bar, num_branches, draft_length,
+            seed, set(stop_ids), bar, num_branches, draft_length, choose,
         )  # fmt: skip
     bar.close()
     return results
@@ -148,11 +154,11 @@ def generate(
 @torch.inference_mode()
 def _generate_batch(
     target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K,
-    draft_length,
+    draft_length, choose,
 ):  # fmt: skip
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
-    n = min(draft_length or W, W)  # of which so many are verified
+    most = n = min(draft_length or W, W)  # of which so many are verified
     noise = None
     # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
     if sampling.temperature > 0 or K > 1:
@@ -195,7 +201,12 @@ def _generate_batch(
             proposal = drafter.propose(
                 trunk, at_anchor, K, draft, u_draft, memory, sampling.temperature > 0, int(K > 1)
             )
-            drafts, q = proposal.tokens[..., :n], proposal.drawn_from
+            drafts, q = proposal.tokens[..., :most], proposal.drawn_from
+            if choose:  # each row's own, the others -1; no more columns than the longest needs
+                sure = drafter.confidence(proposal.hidden, proposal.before)[:, 0, 0]  # (B, W)
+                keep = choose(sure).clamp(max=most)[:, None, None, None]
+                n = int(keep.max())
+                drafts = torch.where(chain[:n] < keep, drafts[..., :n], -1)
         # 2. score the chain, or the tree of K chains
         upto = trunk.tokens[:, : trunk.width + 1]
         tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=K > 1, include_anchor=True)
@@ -210,7 +221,7 @@ def _generate_batch(
         u_judge = None if u is None else u[:, K * W : K * W + n + 1]
         count, anchor = verify(logits, drafts, q, sampling, u_judge)
         # 4. commit
-        path = torch.where(chain <= count[:, None], slots - tree.num_trunk_slots, -1)
+        path = torch.where(chain[: n + 1] <= count[:, None], slots - tree.num_trunk_slots, -1)
         trunk = target.commit(trunk, tree, scored, path)
         if drafter:
             taps = at(scored.taps, path.clamp(min=0))
@@ -273,6 +284,9 @@ class ServeConfig:
     top_p: float = files.flag(1.0, "sample among the likeliest that make up this share; 1 is off")
     num_branches: int = files.flag(1, "chains drafted per round, greedy decoding only", low=1)
     draft_length: int = files.flag(0, "drafts verified of each chain; 0: all", low=0)
+    verify_by: str = files.flag("", "choose how many by the drafter's confidence (confidence.py)",
+                                choices=("", "threshold", "throughput"))  # fmt: skip
+    confidence_threshold: float = files.flag(0.5, "of --verify-by threshold", low=0)
     batch_size: int = files.flag(32, "prompts decoded at once")
     seed: int = files.flag(0, "of everything drawn")
     compare: bool = files.flag(True, "decode plainly too, for the speed-up and as a check")
@@ -326,6 +340,12 @@ def main():
     how = {name: getattr(config, name) for name in names} | {"stop_ids": tokenizer.stop_ids}
     warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
     K = {name: getattr(config, name) for name in ("num_branches", "draft_length")}
+    if config.verify_by:
+        if not drafter:
+            raise ValueError("--verify-by needs --drafter")
+        from confidence import load_rule  # it builds on this file
+
+        K["choose"] = load_rule(config.verify_by, config.confidence_threshold, config.drafter)
     generate(target, drafter, prompts[:1], **warm, **K)
     results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
     color = config.color == "always" or (

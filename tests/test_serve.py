@@ -248,9 +248,11 @@ class Outcomes:
         for row, u in zip(ratios, uniforms[:, 0].tolist()):
             kept = []
             for ratio in row:  # behind the first rejection nothing is decided any more
-                options = [(1, ratio), (0, 1 - ratio)]
                 going = not kept or kept[-1]
-                kept.append(bool(going and self.choose(int(u), [o for o in options if o[1] > 0])))
+                options = [o for o in ((1, ratio), (0, 1 - ratio)) if o[1] > 0]
+                if going and len(options) > 1:
+                    going = self.choose(int(u), options)
+                kept.append(bool(going and ratio > 0))
             out.append(kept)
         return torch.tensor(out)
 

@@ -1,0 +1,143 @@
+"""Verifying fewer drafts where the drafter is unsure: lossless, calibrated, and by the rule.
+`pytest tests/test_confidence.py`"""
+
+import pytest
+import torch
+from conftest import DRAFTERS, SPARK, small_drafter, small_target
+from test_serve import Outcomes, distance, plain_distribution, prompts
+
+from confidence import Threshold, Throughput, fit_temperatures, profile, reliability, rounds
+from drafter import DSpark, Sampling
+from measure import Measure
+from serve import generate
+
+RULES = {
+    "threshold": Threshold(0.6),
+    "threshold, calibrated": Threshold(0.45, torch.tensor([2.0, 0.5])),
+    "throughput": Throughput(torch.tensor([1.0, 1.6, 1.8])),
+    "nothing": Threshold(2.0),
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target over 4 tokens and a DSpark of two drafts, its confidence depending on the tokens."""
+    target = small_target(seed=3, std=0.25, vocab_size=4, num_hidden_layers=2)
+    drafter = small_drafter(target, mask_token_id=3, **(SPARK | dict(block_size=2)))
+    target.num_tokens = 4
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.mul_(2)
+        drafter.confidence_head.proj.bias.zero_()
+    return target, drafter
+
+
+def outcome(monkeypatch, pair, rule, sampling):
+    target, drafter = pair
+
+    def run(rows):
+        return generate(
+            target, drafter, [[1, 0, 2]] * rows, 3, sampling.temperature, top_k=sampling.top_k,
+            batch_size=rows, choose=lambda logits: torch.cat([rule(one[None]) for one in logits]),
+        )  # fmt: skip
+
+    found, _ = Outcomes(monkeypatch).distribution(run)
+    return distance(found, plain_distribution(target, [1, 0, 2], sampling, 3))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=3)], ids=str)
+@pytest.mark.parametrize("rule", list(RULES))
+def test_the_texts_distribution_is_the_targets_whatever_is_verified(
+    monkeypatch, pair, rule, sampling
+):
+    lengths = set()
+
+    def watched(logits):
+        lengths.add(int(RULES[rule](logits)))
+        return RULES[rule](logits)
+
+    assert outcome(monkeypatch, pair, watched, sampling) < 1e-6
+    assert lengths == {0} if rule == "nothing" else len(lengths) > 1
+
+
+def test_a_rule_that_knows_the_draft_it_judges_is_noticed(monkeypatch, pair):
+    honest = DSpark.confidence
+
+    def peeking(self, hidden, before, detached=False):
+        ahead = torch.cat([before[..., 1:], self.last[..., -1:]], -1)
+        return honest(self, hidden, ahead, detached)
+
+    original = DSpark.propose
+
+    def propose(self, *args, **options):
+        proposal = original(self, *args, **options)
+        self.last = proposal.tokens
+        return proposal
+
+    monkeypatch.setattr(DSpark, "propose", propose)
+    monkeypatch.setattr(DSpark, "confidence", peeking)
+    assert outcome(monkeypatch, pair, Threshold(0.6), Sampling(1.0)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["threshold", "throughput"])
+def test_greedy_text_is_plain_decodings_in_batches_that_verify_unequal_numbers(target, rule):
+    drafter = small_drafter(target, **DRAFTERS["dspark gated"])
+    asked, lengths = prompts(9), set()
+    rule = Threshold(0.5) if rule == "threshold" else Throughput(torch.linspace(1.0, 3.0, 45))
+
+    def watched(logits):
+        kept = rule(logits)
+        lengths.update(kept.tolist())
+        return kept
+
+    plain = generate(target, None, asked, 60)
+    results = generate(target, drafter, asked, 60, choose=watched, batch_size=8)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    assert len(lengths) > 2 and sum(r.num_nodes for r in results) < 5 * sum(
+        r.num_rounds for r in results
+    )
+    with pytest.raises(ValueError, match="confidence head"):
+        generate(target, small_drafter(target), asked, 5, choose=rule)
+
+
+def test_the_throughput_rule_admits_by_survival_until_the_rate_first_drops():
+    logits = torch.tensor([[2.0, -1.0, 3.0], [0.5, 0.5, 0.5]])
+    survival = logits.sigmoid().cumprod(-1)
+    seconds = torch.tensor([1.0, 1.0, 1.1, 1.5, 2.2, 3.0, 4.0, 5.0])
+    ranked = sorted((-survival[b, k].item(), b, k) for b in range(2) for k in range(3))
+    tokens, count, best, expected = 2.0, 2, 2.0 / seconds[1], [0, 0]
+    for minus, b, _ in ranked:
+        tokens, count = tokens - minus, count + 1
+        if tokens / seconds[count - 1] <= best:
+            break
+        best = tokens / seconds[count - 1]
+        expected[b] += 1
+    assert Throughput(seconds)(logits).tolist() == expected and 0 < sum(expected) < 6
+    assert Throughput(torch.ones(8))(logits).tolist() == [3, 3]  # more tokens cost nothing
+    # where each token costs as much as the first, and so beyond the table
+    assert Throughput(torch.arange(1.0, 9.0))(logits).tolist() == [0, 0]
+    assert Throughput(torch.tensor([1.0, 2.0]))(logits).tolist() == [0, 0]
+
+
+def test_temperatures_are_found_again_and_make_survival_reliable():
+    generator = torch.Generator().manual_seed(0)
+    true = 2 * torch.randn(20_000, 3, generator=generator) + 1
+    drawn = torch.rand(true.shape, generator=generator) < true.sigmoid()
+    accepted = drawn.long().cumprod(1).sum(1)
+    wrong = torch.tensor([3.0, 0.4, 1.0])
+    found = fit_temperatures(true * wrong, accepted)
+    torch.testing.assert_close(found, wrong, rtol=0.12, atol=0)
+    before, _ = reliability(true * wrong, accepted)
+    after, rows = reliability(true * wrong / found, accepted)
+    assert after < 0.01 < 0.05 < before
+    assert sum(count for *_, count in rows) == true.numel()
+    nothing = fit_temperatures(true[:2], torch.zeros(2).long())
+    assert nothing[1:].tolist() == [1.0, 1.0]  # no round came there
+
+
+def test_rounds_and_profile_measure_what_decoding_does(target):
+    drafter = small_drafter(target, **DRAFTERS["dspark vanilla"])
+    measure = Measure(prompts(3), 20, (), 0)
+    logits, accepted = rounds(target, drafter, measure, 1.0)
+    assert logits.shape == (len(accepted), 4) and accepted.max() <= 4
+    seconds = profile(target, measure, 6, repeats=1)
+    assert seconds.shape == (6,) and (seconds > 0).all() and (seconds.diff() >= 0).all()
