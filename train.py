@@ -75,6 +75,7 @@ class TrainConfig:
     mask_token_id: int = flag(-1, "MASK's row; -1: the given drafter's, or a spare one", low=-1)
     # training
     warm_steps: int = flag(1000, "story: offline CE steps before the three ways part", low=1)
+    ways: tuple = flag(MODES, "story: which ways to go on from there")
     steps: int = flag(250, "training steps (story: of each way)", low=1)
     batch_size: int = flag(8, "references per step", low=1)
     num_anchors: int = flag(16, "A, anchors per reference", low=1)
@@ -111,12 +112,14 @@ class TrainConfig:
         if self.loss == "e2e_al" and not (self.mode == "specopd" and same and not self.num_greedy):
             raise ValueError("--loss e2e_al needs branches drawn from its own q: --mode specopd, "
                              "--num-greedy 0, one temperature above 0 for both")  # fmt: skip
+        if not self.ways or set(self.ways) - set(MODES):
+            raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode")
 
 
 # flags that do not change what a run learns, so that they may differ when it is resumed
-FREE = "out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens"
+FREE = "out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways"
 FREE = FREE.split()
 
 SMOKE = dict(
@@ -292,7 +295,7 @@ def story(config: TrainConfig, out: Path) -> None:
     trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
     totals, drafters = {}, {"fresh": fresh}
     runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
-    for mode in MODES:
+    for mode in config.ways:
         runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
     for name, run in runs.items():
         wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
@@ -305,7 +308,8 @@ def story(config: TrainConfig, out: Path) -> None:
     for name, drafter in drafters.items():
         share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and always 1
         rows[name] = {t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES}
-    speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
+    last = drafters["specopd" if "specopd" in drafters else config.ways[-1]]
+    speeds = decoding_speed(target, last, measure, count=32)
     report(config, out, rows, totals, speeds, time.perf_counter() - begin)
 
 
@@ -326,7 +330,7 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
         for t in TEMPERATURES:
             here = rows[name][t]
             entry |= {f"al_t{t:g}": here.mean, f"survival_t{t:g}": here.survival}
-            for base in ("start", "ce") if name in MODES else ():
+            for base in {"start", "ce"} & rows.keys() if name in MODES else ():
                 entry[f"over_{base}_t{t:g}"] = gain(here, rows[base][t])
     summary = {"config": dataclasses.asdict(config), "rows": entries}
     files.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
@@ -348,11 +352,13 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
         print(f"\nSurvival: share of rounds that keep the first 1, 2, ... drafts, T = {t:g}")
         for name, entry in entries.items():
             print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in entry[f"survival_t{t:g}"]))
-    own = entries["specopd"]
-    over = [f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
-    print("\nSpecOPD over continued CE: " + ", ".join(over))
-    saved = 1 - own["nodes"] / max(own["unmerged"], 1)
-    print(f"merging saved {100 * saved:.1f} % of the trees' nodes")
+    own = entries.get("specopd")
+    if own and "ce" in rows:
+        over = [f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
+        print("\nSpecOPD over continued CE: " + ", ".join(over))
+    if own:
+        saved = 1 - own["nodes"] / max(own["unmerged"], 1)
+        print(f"merging saved {100 * saved:.1f} % of the trees' nodes")
     plain, fast = speeds["plain"], speeds["speculative"]
     line = f"greedy decoding, batch 1: plain {plain:.0f} tokens/s, speculative {fast:.0f}"
     if speeds["same_text"]:
@@ -360,10 +366,10 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
     else:
         print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
     print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
-    pair = f"--target {config.target or f'{out}/target'} --drafter {out}"
-    print(f'  python serve.py {pair}/specopd --prompt "def main(" "import os"')
+    pair, last = f"--target {config.target or f'{out}/target'} --drafter {out}", list(rows)[-1]
+    print(f'  python serve.py {pair}/{last} --prompt "def main(" "import os"')
     print(f"  python train.py --mode specopd {pair}/start --out runs/mine")
-    print(f"  python bench.py decode {pair}/specopd")
+    print(f"  python bench.py decode {pair}/{last}")
 
 
 def main():

@@ -389,10 +389,9 @@ def block_view(
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block, device=anchors.device)
     slots = torch.arange(num_context, device=anchors.device) if held is None else held[:, None]
     context = (slots < anchors[..., None]).repeat_interleave(block, 1)  # (B, A*b, T)
+    context = context & (slots >= 0)
     if window:
         context = context & (slots > positions.flatten(1)[..., None] - window)
-    if held is not None:
-        context = context & (slots >= 0)
     own = torch.arange(A, device=anchors.device).repeat_interleave(block)
     same = own[:, None] == own
     same = (same.tril() if causal else same).expand(B, -1, -1)  # (B, A*b, A*b)

@@ -51,6 +51,43 @@ def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
     assert plain.returncode == 0 and "plain decoding" in plain.stdout
 
 
+@pytest.mark.parametrize("arch", ["gqa", "gdn"])
+def test_bench_tree_and_replay_print_every_size(tmp_path, arch):
+    small = ("--repeats", 1, "--out", "b", "--arch", arch, "--num-draft-tokens", 3)
+    sizes = ("--trunk-length", 24, 40, "--num-anchors", 2, 4, 8)
+    done = run(ROOT / "bench.py", "tree", *sizes, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b/summary.json").read_text())["tree"]["rows"]
+    grid = [(trunk, anchors) for trunk in (24, 40) for anchors in (2, 4, 8)]
+    assert [(row["trunk"], row["anchors"]) for row in rows] == grid
+    assert all(row["gap"] < 1e-5 and row["nodes"] == 2 * row["anchors"] for row in rows)
+    assert done.stdout.count("R^2") == 2
+    done = run(ROOT / "bench.py", "replay", "--trunk-length", 40, "--num-anchors", 4, *small,
+               cwd=tmp_path)  # fmt: skip
+    if arch == "gqa":
+        assert done.returncode == 2 and "linear layers" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "b/summary.json").read_text())
+    rows = figures["replay"]["rows"]
+    assert set(figures) == {"tree", "replay"} and rows[0]["spacing"] == 1
+    assert all(row["gap"] < 1e-4 for row in rows)
+    assert [row["states_bytes"] for row in rows] == sorted(
+        (row["states_bytes"] for row in rows), reverse=True
+    )
+
+
+def test_bench_chains_counts_what_is_scored(folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", "b")
+    done = run(ROOT / "bench.py", "chains", *pair, "--num-prompts", 2, "--prompt-length", 8,
+               "--max-new-tokens", 12, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b/summary.json").read_text())["chains"]["rows"]
+    for row in rows:
+        most = 1 + row["chains"] * row["drafts"]
+        assert row["nodes"] == most if row["chains"] == 1 else row["nodes"] <= most
+
+
 def test_bench_al_compares_drafters_by_task(folders, tmp_path):
     for task, asked in (("sums", ["1 + 1", "2 + 2"]), ("words", ["abc", "defg", "h"])):
         lines = [json.dumps({"turns": [text]}) for text in asked]
@@ -85,6 +122,7 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
         (["train.py", "--mode", "sft"], "invalid choice"),
         (["train.py", "--step", "3"], "--steps"),
         (["train.py", "--steps", "0"], "--steps"),
+        (["train.py", "--ways", "ce", "sft"], "--ways"),
         (["train.py", "--corpus", "EMPTY"], "empty"),
         (["train.py", "--corpus", "BAD"], "bad.jsonl:2"),
         (["train.py", "--config", "KEYS"], "num_anchors"),
@@ -98,6 +136,12 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
         (["bench.py", "swim"], "swim"),
         (["bench.py", "tree", "--repeats", "0"], "--repeats"),
         (["bench.py", "tree", "--trunk-length", "20"], "--num-anchors"),
+        (["bench.py", "tree", "--trunk-length", "0"], "--trunk-length"),
+        (["bench.py", "chains"], "--target"),
+        (["confidence.py"], "--target"),
+        (["serve.py", "--target", "T", "--prompt", "a", "--verify-by", "threshold"], "--drafter"),
+        (["serve.py", "--target", "T", "--drafter", "D", "--prompt", "a", "--verify-by",
+          "threshold"], "confidence.json"),
         (["bench.py", "decode"], "--target"),
         (["bench.py", "al", "--target", "T"], "--tasks"),
         (["bench.py", "al", "--target", "T", "--drafters", "D", "--tasks", "none.jsonl"], "none.j"),

@@ -281,3 +281,17 @@ def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
     assert (
         other.returncode == 2 and "num_anchors = 8, this run has 3" in other.stderr.splitlines()[-1]
     )
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_the_smoke_story_of_the_other_drafters_goes_on_in_one_way(tmp_path, kind):
+    command = [sys.executable, ROOT / "train.py", "--preset", "smoke", "--out", tmp_path / "run",
+               "--drafter-kind", kind, "--ways", "specopd"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["rows"]) == {"fresh", "start", "specopd"}
+    assert summary["decoding"]["same_text"] is True
+    log = (tmp_path / "run/start/log.jsonl").read_text().splitlines()
+    assert ("coverage" in json.loads(log[-1])) == (kind == "dflash2")
+    assert (tmp_path / "run/specopd/model.safetensors").is_file()
