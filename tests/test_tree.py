@@ -88,6 +88,19 @@ def test_so_they_do_in_every_family_and_from_every_checkpoint(family, seed, K, m
     assert largest_difference(target, random_case(seed + 50, K), merge, every) < 1e-4
 
 
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("family", OTHERS)
+def test_so_they_do_around_the_checkpoints_of_a_long_trunk(family, merge):
+    """Checkpoints every 64 tokens: anchors right before, on and behind them, and at the end."""
+    target, generator = small_target(7, **OTHERS[family]), torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCAB, (2, 133), generator=generator)
+    anchors = torch.tensor([[62, 63, 64, 127, 128, 132], [0, 63, 64, 65, 66, -1]])
+    branches = torch.randint(0, VOCAB, (2, 6, 2, W), generator=generator)
+    branches[0, 1, 0, :3] = tokens[0, 64:67]  # over a checkpoint along the trunk, then off it
+    case = tokens, torch.tensor([133, 67]), anchors, branches
+    assert largest_difference(target, case, merge, 64) < 1e-4
+
+
 def late_state(monkeypatch):
     whole = replay.replayed
     monkeypatch.setattr(replay, "replayed", lambda past, at: whole(past, at + 1))
