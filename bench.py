@@ -100,6 +100,9 @@ def text_of(config: BenchConfig, target, length: int):
         tokenizer = data.load_tokenizer(config.target)
         tokens = data.pack(data.load_corpus().held_out, tokenizer)[None, :length].long()
     elif config.target:
+        if config.prompt_length >= length:
+            raise ValueError(f"--trunk-length {length} must exceed --prompt-length "
+                             f"{config.prompt_length}")  # fmt: skip
         (prompt,) = held_out_prompts(config, 1, config.prompt_length)
         (result,) = serve.generate(target, None, [prompt], length - len(prompt), 1.0, config.seed)
         tokens = torch.tensor([prompt + result.tokens])
@@ -209,7 +212,7 @@ def bench_replay(config: BenchConfig) -> dict:
           f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
           "prefill | largest gap of a state")  # fmt: skip
     exact, figures = None, []
-    for every in sorted({1, 4, 16, chosen, 64, 256, 1024, T + 1}):
+    for every in sorted({1, 8, 16, chosen, 256, 1024, T + 1}):
         trunk = target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every)
         linear = [state for state in trunk.states if "u" in state]
         found = replay.replayed(linear[0], anchors)
@@ -333,6 +336,8 @@ def bench_al(config: BenchConfig) -> dict:
         config.target, config.device, getattr(torch, config.dtype, None)
     )
     tokenizer = data.load_tokenizer(config.target)
+    if len({Path(file).stem for file in config.tasks}) < len(config.tasks):
+        raise ValueError("--tasks: a task goes by its file's name, and two are alike")
     prompts, figures = {}, {}
     for file in config.tasks:
         chats, size = data.read_prompts(file), (config.num_prompts, config.prompt_length)
@@ -361,8 +366,10 @@ def bench_al(config: BenchConfig) -> dict:
 def bench_hf(config: BenchConfig) -> dict:
     """The same weights in both, turn by turn in one process: decoding of one and of eight rows,
     prefill of --trunk-length tokens; and how near decoding is to reading every matrix once."""
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("bench.py hf needs transformers: pip install transformers") from None
     if not config.target:
         raise ValueError("bench.py hf needs --target FOLDER")
     transformers.logging.disable_progress_bar()

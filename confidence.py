@@ -6,7 +6,10 @@ verified:
 
     threshold    up to the first draft with c_k below it
     throughput   over the whole batch in order of survival, while the expected tokens per second,
-                 (rows + sum of survivals) / seconds(tokens scored), rise, up to the first drop
+                 (rows + sum of survivals) / seconds(rows + drafts), rise, up to the first drop
+
+The second is the rule of an engine that packs its rows. Here a batch is padded to its longest row,
+so that of what the rule saves in a batch only the columns that no row needs are saved.
 
 Both keep the text's distribution exactly the target's, because c_k knows y_1..y_{k-1} alone:
 whether y_k is verified must not depend on y_k or on anything drawn after it. Raw confidences are
@@ -80,6 +83,7 @@ class Throughput:
 
 
 def calibrated(logits: Tensor, temperatures: Tensor | None) -> Tensor:
+    logits = logits.float()  # sums over a batch are lost in bfloat16
     return logits if temperatures is None else logits / temperatures.to(logits)
 
 
@@ -119,21 +123,26 @@ def reliability(logits: Tensor, accepted: Tensor, bins: int = 10) -> tuple[float
 
 @torch.inference_mode()
 def rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tensor, Tensor]:
-    """Real rounds with all drafts verified: confidence logits (R,W) and accepted drafts (R,)."""
-    seen = []
+    """Real rounds with all drafts verified: confidence logits (R,W) and accepted drafts (R,). One
+    that ended its text says nothing about the drafts behind its stop token: left out."""
+    seen, kept, counts = [], [], []
 
     def watch(logits: Tensor) -> Tensor:
-        seen.append(logits[0].cpu())
+        seen.append(logits[0].float().cpu())
         return torch.full_like(logits[:, 0], logits.shape[1], dtype=torch.long)
 
-    counts = []
     for number, prompt in enumerate(measure.prompts):
         (result,) = generate(
             target, drafter, [prompt], measure.max_new_tokens, temperature, measure.seed + number,
             measure.stop_ids, choose=watch,
         )  # fmt: skip
-        counts += result.accepted
-    return torch.stack(seen), torch.tensor(counts)
+        whole = result.num_rounds - (result.finish_reason == "stop" and result.num_rounds > 0)
+        kept += seen[:whole]
+        counts += result.accepted[:whole]
+        seen.clear()
+    if not kept:
+        raise ValueError("no round to calibrate on: every prompt ended with its first tokens")
+    return torch.stack(kept), torch.tensor(counts)
 
 
 @torch.inference_mode()
@@ -156,18 +165,22 @@ def profile(target, measure: Measure, most: int, repeats: int = 5) -> Tensor:
     return torch.tensor(best).cummax(0).values
 
 
-def load_rule(name: str, least: float, folder) -> Threshold | Throughput | None:
-    """A rule by name; its temperatures and costs are those beside the drafter, where there are."""
-    if not name:
-        return None
+def load_rule(name: str, least: float, folder, drafts: int) -> Threshold | Throughput:
+    """A rule by name; its temperatures (one for each of `drafts`) and costs are those beside the
+    drafter."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: python confidence.py makes it")
     found = files.read_json(path)
-    temperatures = torch.tensor(found["temperatures"])
+    temperatures, seconds = (found.get(key) for key in ("temperatures", "seconds"))
+    for values in (temperatures, seconds):
+        if not isinstance(values, list) or not all(isinstance(v, float) and v > 0 for v in values):
+            raise ValueError(f"{path} is no calibration: python confidence.py makes one")
+    if len(temperatures) != drafts or not seconds:
+        raise ValueError(f"{path} is of a drafter with other than {drafts} drafts: make it again")
     if name == "threshold":
-        return Threshold(least, temperatures)
-    return Throughput(torch.tensor(found["seconds"]), temperatures)
+        return Threshold(least, torch.tensor(temperatures))
+    return Throughput(torch.tensor(seconds), torch.tensor(temperatures))
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ def main():
     found = {"temperatures": temperatures.tolist(), "seconds": seconds.tolist(), "gaps": gaps}
     files.write_json(Path(config.drafter) / FILE, found)
     print(f"scoring 1 token {1e3 * seconds[0]:.2f} ms, {W + 1}: {1e3 * seconds[W]:.2f} ms")
-    print(" batch rule          AL  scored a round   tokens/s")
+    print(" batch rule          AL  verified a round   tokens/s")
     rules = {"all": None, "threshold": Threshold(config.threshold, temperatures),
              "throughput": Throughput(seconds, temperatures)}  # fmt: skip
     for size in config.batch_sizes:
@@ -231,7 +244,7 @@ def main():
                            config.temperature, config.seed, second.stop_ids, **how)  # fmt: skip
             speed = one.committed.sum().item() / one.seconds
             nodes = (one.nodes.sum() / one.rounds.sum()).item()
-            print(f"{size:6d} {name:11s} {one.mean:5.3f} {nodes:15.2f} {speed:10.1f}")
+            print(f"{size:6d} {name:11s} {one.mean:5.3f} {nodes:17.2f} {speed:10.1f}")
 
 
 if __name__ == "__main__":

@@ -205,15 +205,15 @@ class Drafter(nn.Module):
 
     # -- what is proposed
 
-    def step(self, hidden: Tensor, before: Tensor, state=None, labels=None):
-        """Logits of some slots given the tokens before them: hidden (…,1 or K,W,C), before (…,K,W)
-        -> (…,1 or K,W,V), and a state for the slots behind. Labels (…,K,W): ids that must be
-        among them."""
-        return self.unary(hidden), None
+    def step(self, unary: Tensor, hidden: Tensor, before: Tensor, state=None, labels=None):
+        """Logits of some slots given the tokens before them: unary (…,1,W,V), hidden (…,1,W,C),
+        before (…,K,W) -> (…,1 or K,W,V), and a state for the slots behind. Labels (…,K,W): ids that
+        must be among them."""
+        return unary, None
 
     def logits(self, hidden: Tensor, before: Tensor | None = None, labels=None) -> Tensor:
         """q's logits on a given history; see `step`."""
-        return self.step(hidden, before, None, labels)[0]
+        return self.step(self.unary(hidden), hidden, before, None, labels)[0]
 
     says_confidence = False
 
@@ -331,9 +331,11 @@ class Sequential(Drafter):
     def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
         """As DFlash's, from left to right: q (R,K,W,V) is each branch's own."""
         before, state = first[:, None, None].expand(-1, num_branches, 1), None
+        unary, hidden = self.unary(hidden)[:, None], hidden[:, None]  # (R, 1, W, ·)
         tokens, kept = [], []
-        for k in range(hidden.shape[1]):
-            logits, state = self.step(hidden[:, None, k : k + 1], before, state)
+        for k in range(hidden.shape[2]):
+            slot = slice(k, k + 1)
+            logits, state = self.step(unary[:, :, slot], hidden[:, :, slot], before, state)
             best = logits.argmax(-1).expand_as(before)  # (R, K, 1)
             if uniforms is not None:
                 kept.append(sampling.probs(logits).expand(*before.shape, -1))  # (R, K, 1, V)
@@ -352,12 +354,11 @@ class DSpark(Sequential):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
-    def step(self, hidden, before, state=None, labels=None):
-        logits = self.unary(hidden)
+    def step(self, unary, hidden, before, state=None, labels=None):
         if self.markov_head is None:
-            return logits, None
+            return unary, None
         added, state = self.markov_head(hidden, before, state)
-        return logits.float() + added.float(), state
+        return unary.float() + added.float(), state
 
     @property
     def says_confidence(self) -> bool:
@@ -389,9 +390,8 @@ class DFlash2(Sequential):
         scaled = cap * (scaled / cap).tanh() if cap else scaled
         return scaled.masked_fill(unary.isneginf(), -torch.inf)  # not to be proposed, still
 
-    def step(self, hidden, before, state=None, labels=None):
+    def step(self, unary, hidden, before, state=None, labels=None):
         """A label that is no candidate takes the last one's place (in training only)."""
-        unary = self.unary(hidden)  # (…, 1 or K, W, V)
         ids = unary.detach().topk(self.config.selector_top_k, -1).indices
         ids = ids.expand(*before.shape, -1)  # (…, K, W, k)
         if labels is not None:

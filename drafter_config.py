@@ -136,7 +136,7 @@ class DrafterConfig:
     def from_dict(cls, found: dict, source: str) -> "DrafterConfig":
         """Read a public config.json of a drafter, in either dialect."""
         named = found.get("architectures")
-        if not isinstance(named, list) or len(named) != 1 or named[0] not in KINDS:
+        if not isinstance(named, list) or len(named) != 1 or str(named[0]) not in KINDS:
             raise ValueError(f"{source}: architectures {named}; implemented: {', '.join(KINDS)}")
         inner = found.get("dflash_config") or {}
         if not isinstance(inner, dict):
@@ -152,34 +152,30 @@ class DrafterConfig:
         if lacking := [name for name, value in needed.items() if value is None]:
             raise ValueError(f"{source}: lacks {', '.join(lacking)}")
         ids, numbers = needed["target_layer_ids"], [needed["block_size"], needed["mask_token_id"]]
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in [*ids, *numbers]):
+        if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, *numbers]):
             raise ValueError(f"{source}: target_layer_ids {ids} must be a list of integers, "
                              f"block_size and mask_token_id {numbers} integers")  # fmt: skip
         if field("target_hidden_size", found.get("hidden_size")) != found.get("hidden_size"):
             raise ValueError(f"{source}: a target_hidden_size other than hidden_size is not "
                              "implemented")  # fmt: skip
         for name in set(SCALES) - set(OF_KIND[KINDS[named[0]]]):
-            if field(name) is not None:
+            if field(name) not in (None, getattr(cls, name)):
                 raise ValueError(f"{source}: {name} = {field(name)!r} is not implemented")
+        if found.get("model_type", "qwen3") != "qwen3":
+            raise ValueError(f"{source}: model_type {found['model_type']!r}: a drafter's is qwen3")
         ignored = {"layer_types": None, "use_sliding_window": False} | dict.fromkeys(SCALES)
         layers = ModelConfig.from_dict({**found, **ignored}, source)
-        types = tuple(found.get("layer_types") or ())
-        if field("use_swa") and "sliding_attention" not in types:
-            types = ("sliding_attention",) * layers.num_hidden_layers
-        window = field("swa_window_size", field("sliding_window", 0))
-        slides = "sliding_attention" in types
-        causal = found.get("is_causal")
-        causal = inner.get("causal") if causal is None else causal
-        if causal not in (None, True, False) or not isinstance(window, int):
-            raise ValueError(f"{source}: is_causal {causal!r} and sliding_window {window!r} must "
-                             "be true or false, and a number")  # fmt: skip
+        types, window = _sliding(found, field, layers.num_hidden_layers, source)
+        causal = field("is_causal", inner.get("causal"))
+        if causal is not None and not isinstance(causal, bool):
+            raise ValueError(f"{source}: is_causal {causal!r} must be true or false")
         own = {name: field(name) for name in OF_KIND[KINDS[named[0]]] if field(name) is not None}
         if KINDS[named[0]] == "dspark" and "markov_rank" not in own:
             own["markov_rank"] = 0
         try:
             return cls(
                 layers, *numbers, tuple(ids), field("num_target_layers"), causal, named[0],
-                types if slides else (), window if slides else 0, **own,
+                types, window, **own,
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
@@ -194,15 +190,46 @@ class DrafterConfig:
         if not self.num_anchors:
             own.pop("num_anchors", None)
         sizes = {"block_size": self.block_size}
+        if self.kind != "dflash":
+            own |= sizes  # where loaders of these look for it
         # None: by layer kind, which no one word says
         said = {} if self.is_causal is None else {"is_causal": self.is_causal}
         return {"architectures": [self.architecture]} | self.layers.to_dict() | {
             "num_target_layers": self.num_target_layers,
             "layer_types": list(self.layer_types) or ["full_attention"] * layers,
             "sliding_window": self.sliding_window or None,
+            "use_sliding_window": bool(self.sliding_window),
         } | said | (own | sizes if flat else sizes | {"dflash_config": own})  # fmt: skip
 
     def without_heads(self) -> "DrafterConfig":
         """The DFlash of the same layers: what a fresh drafter of another kind starts as."""
         size = self.num_draft_tokens + 1
         return replace(self, architecture="DFlashDraftModel", block_size=size)
+
+
+def _sliding(found: dict, field, layers: int, source: str) -> tuple[tuple, int]:
+    """Layer kinds and window, from layer_types and sliding_window or from use_swa and
+    swa_window_size; empty and 0 if no layer slides."""
+    types = found.get("layer_types")
+    kinds = ("full_attention", "sliding_attention")
+    if types is not None and not (
+        isinstance(types, list) and len(types) == layers and all(t in kinds for t in types)
+    ):
+        raise ValueError(
+            f"{source}: layer_types {types!r} are not {layers} of {' and '.join(kinds)}"
+        )
+    asked = field("use_swa")
+    if asked is not None and not isinstance(asked, bool):
+        raise ValueError(f"{source}: use_swa {asked!r} must be true or false")
+    if types is None:  # use_sliding_window stands in many a config that lists its layers otherwise
+        types = [kinds[bool(asked or found.get("use_sliding_window"))]] * layers
+    types = tuple(types)
+    if asked is not None and asked != (kinds[1] in types):
+        raise ValueError(f"{source}: use_swa {asked} contradicts layer_types {list(types)}")
+    if kinds[1] not in types:
+        return (), 0
+    sizes = {field(name) for name in ("sliding_window", "swa_window_size")} - {None}
+    if len(sizes) != 1 or any(type(size) is not int or size < 1 for size in sizes):
+        given = sorted(sizes, key=str)
+        raise ValueError(f"{source}: sliding layers need one sliding_window, not {given}")
+    return types, sizes.pop()

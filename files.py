@@ -159,6 +159,7 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
         check_values(found, config_class, config_path)
         values |= found
     config = config_class(**values | given)
+    check_low(config)
     device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")

@@ -23,7 +23,7 @@ class Acceptance:
 
     committed: Tensor  # (P,) tokens committed by each prompt's rounds
     rounds: Tensor  # (P,)
-    nodes: Tensor  # (P,) tokens that these rounds had the target score
+    nodes: Tensor  # (P,) tokens that these rounds verified
     survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
     seconds: float
 

@@ -64,7 +64,7 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
 def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, most: int) -> Tensor:
     """Attention q (B,N,H,D) to the at most `most` slots of kv (B,T,2,H_kv,D) that mask (B,1,N,T)
     marks for each token: reads those alone, however long the text, so many tokens at a time."""
-    if q.shape[1] > (rows := max(1, GATHERED // most)):
+    if q.shape[1] > (rows := max(1, GATHERED // (len(q) * most))):
         parts = zip(q.split(rows, 1), mask.split(rows, 2))
         return torch.cat([gathered_attention(q, kv, mask, most) for q, mask in parts], 1)
     marked, slots = mask[:, 0].to(torch.uint8).topk(most, -1)  # (B, N, S)
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             new |= index
         kv = joined(past and past["kv"], new["kv"], view.num_trunk_slots)
         most = self.indexer and self.indexer.most
-        if most and kv.shape[1] > (4 if N * most < 4 * GATHERED else 32) * most:
+        if most and kv.shape[1] > (4 if B * N * most < 4 * GATHERED else 32) * most:
             out = gathered_attention(q, kv, mask, most)
             return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
         k, v = kv.unbind(2)

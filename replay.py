@@ -37,13 +37,13 @@ def by_position(state: dict) -> list[str]:
 
 
 def spacing(config, size: int) -> int:
-    """Tokens between checkpoints at which these take the memory that what is kept of each token
-    (`size` bytes a number of its dtype) takes anyway: fewer tokens would cost more of it, more
-    could save at most half and make replays longer."""
+    """Tokens between checkpoints: so many that these take no more memory than what is kept of each
+    token (`size` bytes a number of its dtype) anyway, and no fewer than a chunk, whose ends cost a
+    prefill nothing. More could save at most half, and make replays longer."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     state = 4 * values * config.linear_key_head_dim * config.linear_value_head_dim
     wide = keys * config.linear_key_head_dim, values * (config.linear_value_head_dim + 1)
-    return max(1, state // (4 * sum(wide) + size * (2 * wide[0] + wide[1])))
+    return max(CHUNK, state // (4 * sum(wide) + size * (2 * wide[0] + wide[1])))
 
 
 def l2_normed(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Result:
     finish_reason: str = ""  # "stop" or "length"
     num_rounds: int = 0  # verifications by the target; prefill is none
     num_committed: int = 0  # tokens these rounds committed
-    num_nodes: int = 0  # tokens these rounds scored
+    num_nodes: int = 0  # tokens these rounds verified, the anchors among them, no padding
     accepted: list[int] = field(default_factory=list)  # accepted drafts of each round, up to a stop
 
     @property
@@ -108,7 +108,8 @@ def generate(
     scored as one tree; the longest accepted one wins. At temperature 0 only. draft_length: drafts
     verified of each chain, 0: all that the drafter proposes. choose: from the drafter's confidence
     logits (B,W) to how many drafts of each row are verified (B,), see confidence.py; costs a round
-    one more synchronisation with the host, since it decides how much is run.
+    one more synchronisation with the host, since it decides how much is run; a rule that looks at
+    the whole batch makes a prompt's text depend on it.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -218,7 +219,8 @@ def _generate_batch(
         logits, drafts, slots = (x[rows[: len(best)], best] for x in
                                  (logits, drafts[:, 0], tree.slots[:, 0]))  # fmt: skip
         q = None if q is None else q[:, 0, 0, :n]
-        u_judge = None if u is None else u[:, K * W : K * W + n + 1]
+        # the next token's uniform is the last, however many drafts are verified
+        u_judge = None if u is None else torch.cat([u[:, K * W : K * W + n], u[:, -1:]], 1)
         count, anchor = verify(logits, drafts, q, sampling, u_judge)
         # 4. commit
         path = torch.where(chain[: n + 1] <= count[:, None], slots - tree.num_trunk_slots, -1)
@@ -345,7 +347,10 @@ def main():
             raise ValueError("--verify-by needs --drafter")
         from confidence import load_rule  # it builds on this file
 
-        K["choose"] = load_rule(config.verify_by, config.confidence_threshold, config.drafter)
+        drafts = drafter.config.num_draft_tokens
+        K["choose"] = load_rule(
+            config.verify_by, config.confidence_threshold, config.drafter, drafts
+        )
     generate(target, drafter, prompts[:1], **warm, **K)
     results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
     color = config.color == "always" or (

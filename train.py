@@ -35,7 +35,7 @@ from drafter_config import MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Acceptance, Measure, decoding_speed
-from prepare import ARCHITECTURES, prepare, start_drafter
+from prepare import ARCHITECTURES, prepare, start_drafter, weights_of
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
 
@@ -67,7 +67,7 @@ class TrainConfig:
     # the drafter
     drafter_kind: str = flag("", "dflash, dspark, dflash2; empty: the given drafter's, else dflash",
                              choices=("", *ARCHITECTURES))  # fmt: skip
-    markov_head: str = flag("vanilla", "of a fresh dspark", choices=MARKOV_HEADS)
+    markov_head: str = flag("", "of a fresh dspark; empty: vanilla", choices=("", *MARKOV_HEADS))
     rank: int = flag(0, "of a fresh dspark's or dflash2's low-rank tables; 0: 256, at most the "
                         "width", low=0)  # fmt: skip
     draft_layers: int = flag(0, "decoder layers; 0: the given drafter's, 2 for a fresh one", low=0)
@@ -220,6 +220,9 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    # what the flags name may have changed since
+    same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
+    same["the target"] = weights_of(target)
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():

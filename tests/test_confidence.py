@@ -118,6 +118,12 @@ def test_the_throughput_rule_admits_by_survival_until_the_rate_first_drops():
     assert Throughput(torch.tensor([1.0, 2.0]))(logits).tolist() == [0, 0]
 
 
+def test_rules_sum_in_float32_whatever_the_drafters_dtype():
+    logits = torch.randn(64, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rule = Throughput(1 + 0.01 * torch.arange(512))
+    assert torch.equal(rule(logits), rule(logits.float())) and rule(logits).sum() > 50
+
+
 def test_temperatures_are_found_again_and_make_survival_reliable():
     generator = torch.Generator().manual_seed(0)
     true = 2 * torch.randn(20_000, 3, generator=generator) + 1
@@ -139,5 +145,8 @@ def test_rounds_and_profile_measure_what_decoding_does(target):
     measure = Measure(prompts(3), 20, (), 0)
     logits, accepted = rounds(target, drafter, measure, 1.0)
     assert logits.shape == (len(accepted), 4) and accepted.max() <= 4
+    stop = generate(target, None, measure.prompts[:1], 20, 1.0)[0].tokens[7]
+    cut = rounds(target, drafter, Measure(prompts(3), 20, (stop,), 0), 1.0)
+    assert len(cut[0]) == len(cut[1]) < len(accepted)  # rounds that end a text say too little
     seconds = profile(target, measure, 6, repeats=1)
     assert seconds.shape == (6,) and (seconds > 0).all() and (seconds.diff() >= 0).all()

@@ -155,9 +155,8 @@ def test_the_published_configs_have_every_tensor_as_listed(name, monkeypatch):
     written = config.to_dict()
     assert DrafterConfig.from_dict(json.loads(json.dumps(written)), name) == config
     block = written["dflash_config"]
-    assert {k: v for k, v in block.items() if k in found["dflash_config"]} == {
-        k: v for k, v in found["dflash_config"].items() if k != "block_size"
-    }
+    assert {k: v for k, v in block.items() if k in found["dflash_config"]} == found["dflash_config"]
+    assert written["use_sliding_window"] == ("27B" in name)
     assert written["is_causal"] is False and config.block_size == (8 if "27B" in name else 16)
 
 
@@ -179,10 +178,25 @@ BAD = [
     ("dflash2", {"architectures": ["DFlashDraftModel"]}, "has no place"),
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is missing"),
     ("dflash", {"output_multiplier": 0.5}, "output_multiplier"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window 0"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need one"),
+    ("dflash", {"layer_types": None, "use_sliding_window": True}, "need one sliding_window"),
+    ("dflash", {"dflash_config": {"use_swa": True}}, "use_swa True contradicts"),
+    ("dflash", {"dflash_config": {"use_swa": "yes"}}, "use_swa 'yes'"),
+    ("dflash sliding in part", {"layer_types": ["sliding_window_attention", "full_attention"]},
+     "layer_types"),
+    ("dflash sliding in part", {"layer_types": "sliding_attention"}, "layer_types"),
+    ("dflash sliding in part", {"layer_types": 5}, "layer_types"),
+    ("dflash sliding in part", {"dflash_config": {"use_swa": False}}, "use_swa"),
+    ("dflash sliding in part", {"dflash_config": {"swa_window_size": 9}}, r"not \[5, 9\]"),
+    ("dflash sliding in part", {"sliding_window": True}, "sliding_window"),
+    ("dflash", {"dflash_config": {"mask_token_id": True}}, "mask_token_id"),
+    ("dflash", {"architectures": [[]]}, "architectures"),
+    ("dflash", {"model_type": "llama"}, "model_type 'llama'"),
+    ("dflash", {"is_causal": 1}, "is_causal 1"),
     ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("dflash", {"is_causal": "no"}, "is_causal 'no'"),
-    ("dflash", {"sliding_window": "far", "dflash_config": {"use_swa": True}}, "sliding_window"),
+    ("dflash", {"layer_types": None, "sliding_window": "far", "dflash_config": {"use_swa": True}},
+     "'far'"),
     ("dflash", {"dflash_config": {"target_hidden_size": 64}}, "target_hidden_size"),
 ]
 

@@ -11,6 +11,7 @@ from conftest import SECOND, SPARK, small_drafter, small_target
 import drafter as drafter_module
 import loss as losses
 import serve
+from confidence import Threshold
 from data import load_tokenizer, write_byte_tokenizer
 from drafter import Drafter, Memory, Proposal, Sampling
 from measure import Acceptance, evaluate
@@ -176,6 +177,14 @@ def test_verifying_fewer_drafts_changes_the_rounds_and_not_the_text(target, draf
             assert result.num_nodes == most if num_branches == 1 else result.num_nodes <= most
     with pytest.raises(ValueError, match="draft_length"):
         generate(target, drafter, asked, 40, draft_length=-1)
+
+
+def test_by_confidence_too_a_sampled_text_does_not_depend_on_its_batch(target):
+    drafter, asked = small_drafter(target, **SPARK), prompts(9)
+    a, b = (generate(target, drafter, asked, 30, 1.0, seed=5, batch_size=n, choose=Threshold(0.5))
+            for n in (9, 2))  # fmt: skip
+    assert [r.tokens for r in a] == [r.tokens for r in b]
+    assert sum(r.num_nodes for r in a) < 5 * sum(r.num_rounds for r in a)
 
 
 def test_two_drafters_with_other_taps_serve_one_target(target):

@@ -229,10 +229,28 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     assert (tmp_path / "ce/model.safetensors").read_bytes() == before
 
 
+def test_a_run_is_not_resumed_on_another_drafter_or_target(tmp_path):
+    run(tmp_path, "ce", [2])
+    target, references = setup()
+    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
+    config = dataclasses.replace(CONFIG, mode="ce")
+    other = small_drafter(target, mask_token_id=22)
+    other.config = dataclasses.replace(other.config, mask_token_id=23)
+    with pytest.raises(ValueError, match="the drafter's dflash_config"):
+        training.train(config, other, trunks, measure, tmp_path)
+    with torch.no_grad():
+        target.lm_head.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="the target"):
+        training.train(config, small_drafter(target), trunks, measure, tmp_path)
+
+
 def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
     target, _ = setup()
     small_drafter(target).save_pretrained(tmp_path)
-    for change in (dict(block_size=7), dict(draft_layers=3), dict(mask_token_id=0)):
+    for change in (
+        dict(block_size=7), dict(draft_layers=3), dict(mask_token_id=0), dict(rank=3),
+        dict(drafter_kind="dspark"), dict(markov_head="rnn"),
+    ):  # fmt: skip
         config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
         with pytest.raises(ValueError, match=next(iter(change))):
             start_drafter(config, target, None)
