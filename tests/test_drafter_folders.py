@@ -217,3 +217,23 @@ def test_another_targets_drafter_is_an_error(tmp_path):
     small_drafter(small_target(hidden_size=48)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="hidden_size is 48, this target has 32"):
         Drafter.from_pretrained(tmp_path, small_target())
+
+
+def test_engines_that_read_the_config_through_transformers_find_every_field(pair, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path)
+    found, config = transformers.AutoConfig.from_pretrained(tmp_path), drafter.config
+    assert found.architectures == [config.architecture] and found.model_type == "qwen3"
+    assert (found.sliding_window or 0) == config.sliding_window
+    assert tuple(found.layer_types) == (config.layer_types or ("full_attention",) * 2)
+    assert found.block_size == config.block_size
+    flat = config.architecture == "Qwen3DSparkModel"
+    block = vars(found) if flat else found.dflash_config
+    assert block["mask_token_id"] == config.mask_token_id
+    assert tuple(block["target_layer_ids"]) == config.target_layer_ids
+    if config.kind == "dspark":
+        assert block["markov_rank"] == config.markov_rank
+    if config.kind == "dflash2":
+        assert block["selector_top_k"] == config.selector_top_k
+        assert block["block_size"] == config.block_size
