@@ -101,6 +101,7 @@ def generate(
     num_branches: int = 1,
     draft_length: int = 0,
     choose=None,
+    watch=None,
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
 
@@ -109,7 +110,8 @@ def generate(
     verified of each chain, 0: all that the drafter proposes. choose: from the drafter's confidence
     logits (B,W) to how many drafts of each row are verified (B,), see confidence.py; costs a round
     one more synchronisation with the host, since it decides how much is run; a rule that looks at
-    the whole batch makes a prompt's text depend on it.
+    the whole batch makes a prompt's text depend on it. watch: is told of the prefill and of every
+    round, see rollout.py.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -146,7 +148,7 @@ def generate(
         part = slice(start, start + batch_size)
         _generate_batch(
             target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
-            seed, set(stop_ids), bar, num_branches, draft_length, choose,
+            seed, set(stop_ids), bar, num_branches, draft_length, choose, watch,
         )  # fmt: skip
     bar.close()
     return results
@@ -155,7 +157,7 @@ def generate(
 @torch.inference_mode()
 def _generate_batch(
     target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K,
-    draft_length, choose,
+    draft_length, choose, watch,
 ):  # fmt: skip
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
@@ -180,6 +182,8 @@ def _generate_batch(
     empty = lengths.new_zeros(len(prompts), 0)
     first_noise = None if noise is None else noise[:, 0, -1:]
     _, anchor = verify(target.head(last), empty, None, sampling, first_noise)
+    if watch:
+        watch.start(trunk)
     trunk.hidden = trunk.taps = None  # from here on nobody reads them
     pairs = zip(results, anchor.tolist())
     alive = [i for i, (r, new) in enumerate(pairs) if _take(r, [new], [False], max_new, stop)]
@@ -224,6 +228,8 @@ def _generate_batch(
         count, anchor = verify(logits, drafts, q, sampling, u_judge)
         # 4. commit
         path = torch.where(chain[: n + 1] <= count[:, None], slots - tree.num_trunk_slots, -1)
+        if watch:
+            watch.round(alive, at_anchor, drafts, scored, path)
         trunk = target.commit(trunk, tree, scored, path)
         if drafter:
             taps = at(scored.taps, path.clamp(min=0))

@@ -2,6 +2,8 @@
 
     --mode ce       offline: cross-entropy on the reference that the target wrote (DSpark: its mix)
     --mode e2e      offline: E2E-TV along the reference's own history
+    --mode rollout  on policy, one after the other: whole responses by real rounds with the current
+                    drafter, then E2E-TV on every block they proposed
     --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the
                     trunk, let the target score the tree in one pass, minimise E2E-TV on them
 
@@ -36,10 +38,11 @@ from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Acceptance, Measure, decoding_speed
 from prepare import ARCHITECTURES, prepare, start_drafter, weights_of
+from rollout import Rollout, collect
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
 
-MODES = ("ce", "e2e", "specopd")
+MODES = ("ce", "e2e", "specopd", "rollout")
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -75,7 +78,7 @@ class TrainConfig:
     mask_token_id: int = flag(-1, "MASK's row; -1: the given drafter's, or a spare one", low=-1)
     # training
     warm_steps: int = flag(1000, "story: offline CE steps before the three ways part", low=1)
-    ways: tuple = flag(MODES, "story: which ways to go on from there")
+    ways: tuple = flag(MODES[:3], "story: which ways to go on from there")
     steps: int = flag(250, "training steps (story: of each way)", low=1)
     batch_size: int = flag(8, "references per step", low=1)
     num_anchors: int = flag(16, "A, anchors per reference", low=1)
@@ -84,7 +87,8 @@ class TrainConfig:
     num_greedy: int = flag(1, "of the K branches, how many are the drafter's argmax", low=0)
     branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
-    loss: str = flag("e2e_tv", "what e2e and specopd minimise", choices=losses.LOSSES[1:])
+    rollout_updates: int = flag(1, "rollout: steps on the blocks of one decoding", low=1)
+    loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd", low=0)
     confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
     detach_confidence: bool = flag(False, "the confidence head's loss teaches that head alone")
@@ -114,6 +118,9 @@ class TrainConfig:
                              "--num-greedy 0, one temperature above 0 for both")  # fmt: skip
         if not self.ways or set(self.ways) - set(MODES):
             raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
+        if self.save_every % self.rollout_updates or self.stop_after % self.rollout_updates:
+            raise ValueError("--save-every and --stop-after must be multiples of "
+                             "--rollout-updates, so that a run goes on as it was")  # fmt: skip
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode")
 
@@ -139,9 +146,11 @@ def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
 
 
 def step_loss(
-    config: TrainConfig, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor, stop_ids
-) -> tuple[Tensor, dict]:
-    """The loss of one batch of references, and figures. anchors (B,A), uniforms (B,A,K,W)."""
+    config: TrainConfig, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor,
+    stop_ids, rollout: Rollout | None = None,
+) -> tuple[Tensor, dict]:  # fmt: skip
+    """The loss of one batch of references, or of a rollout (its trunk and anchors), and figures.
+    anchors (B,A), uniforms (B,A,K,W)."""
     target, (B, A) = drafter.target, anchors.shape
     W = drafter.config.num_draft_tokens
     present = (anchors >= 0)[..., None, None]
@@ -164,6 +173,11 @@ def step_loss(
         )
         p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
+    elif rollout:
+        hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
+        tokens, p_hidden = rollout.tokens, rollout.p_hidden
+        valid = until_stop(tokens, stop_ids) & present
+        nodes = unmerged = torch.zeros((), dtype=torch.long)
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
         tokens, valid = reference, labelled if config.mode == "ce" else inside
@@ -214,6 +228,17 @@ def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
     return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
 
 
+def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:
+    """The responses of the current drafter to the prompts of these references."""
+    prompts = [
+        references.tokens[row, : references.prompt_lengths[row]].tolist() for row in rows.tolist()
+    ]
+    return collect(
+        drafter.target, drafter, prompts, config.response_length, config.branch_temperature,
+        config.seed * 1_000_003 + step, stop_ids,
+    )  # fmt: skip
+
+
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
     target, device, references = drafter.target, drafter.fc.weight.device, trunks.references
@@ -259,7 +284,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             spans = references.prompt_lengths[rows], references.lengths[rows]
             drawn = draw_anchors(config.seed, step, rows, *spans, shape)
             anchors, uniforms = (t.to(device) for t in drawn)
-            batch = trunks(rows), anchors, uniforms, measure.stop_ids
+            if config.mode == "rollout":
+                if step % config.rollout_updates == 0:
+                    rollout = decode(config, drafter, references, rows, step, measure.stop_ids)
+                batch = rollout.trunk, rollout.anchors, uniforms, measure.stop_ids, rollout
+            else:
+                batch = trunks(rows), anchors, uniforms, measure.stop_ids
             value, figures = step_loss(config, drafter, *batch)
             value.backward()
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
@@ -318,7 +348,7 @@ def story(config: TrainConfig, out: Path) -> None:
 
 TITLES = {
     "fresh": "fresh (1/4 of them)", "start": "offline CE (the start)", "ce": "  + CE",
-    "e2e": "  + offline E2E-TV", "specopd": "  + SpecOPD",
+    "e2e": "  + offline E2E-TV", "specopd": "  + SpecOPD", "rollout": "  + rollouts",
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
 
 
 @pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[:3])
 @pytest.mark.parametrize("variant", ["dflash", "dspark vanilla", "dspark rnn", "dflash2"])
 def test_a_step_is_what_every_branch_alone_would_give(variant, mode, merge):
     target, references = setup()
@@ -181,7 +181,7 @@ def run(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
     return drafter.state_dict(), log
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[:3])
 def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
     whole, log = run(tmp_path / "whole", mode, [0])
     parts, parts_log = run(tmp_path / "parts", mode, [2, 0])
