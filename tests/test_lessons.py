@@ -77,6 +77,24 @@ def test_bench_tree_and_replay_print_every_size(tmp_path, arch):
     )
 
 
+def test_bench_throughput_counts_the_same_kind_of_tokens_on_both_sides(folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", "b")
+    done = run(ROOT / "bench.py", "throughput", *pair, "--trunk-length", 40, "--prompt-length", 16,
+               "--num-anchors", 8, "--repeats", 1, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "b/summary.json").read_text())["throughput"]
+    rows = found["rows"]
+    assert list(rows)[:3] == [f"rollouts, {n} at once" for n in (1, 8, 32)]
+    for name, row in rows.items():
+        assert row["tokens_per_update"] > 0 and 0 < sum(row["shares"].values()) <= 1.001
+        assert ("decode" in row["shares"]) == name.startswith("rollouts")
+    # anchors x branches x W, less what stop tokens cut
+    assert 50 < rows["SpecOPD, 8 anchors x 2"]["tokens_per_update"] <= 8 * 2 * 4
+    for name, ratio in found["ratios"].items():
+        product = ratio["updates_per_s"] * ratio["tokens_per_update"]
+        assert ratio["tokens_per_s"] == pytest.approx(product) and name in rows
+
+
 def test_bench_chains_counts_what_is_scored(folders, tmp_path):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", "b")
     done = run(ROOT / "bench.py", "chains", *pair, "--num-prompts", 2, "--prompt-length", 8,

@@ -1,0 +1,174 @@
+"""What decoding costs and gains: commands of bench.py."""
+
+import time
+from pathlib import Path
+
+import torch
+
+import data
+import serve
+from bench import BenchConfig, Clock, held_out_prompts, load, median_time
+from drafter import Drafter
+from measure import Measure, decoding_speed, evaluate
+from target import Target
+
+
+def bench_chains(config: BenchConfig) -> dict:
+    """Several drafted chains per round against one, by how many tokens the target scores."""
+    if not (config.target and config.drafter):
+        raise ValueError("chains needs --target FOLDER and --drafter FOLDER")
+    target, drafter = load(config)
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    print(f"{len(prompts)} prompts x {config.max_new_tokens} tokens, temperature 0\n"
+          "chains  drafts each | tokens scored a round      AL   95 % interval")  # fmt: skip
+    figures = []
+    for K in (1, 2, 3, 4):
+        for n in range(1, drafter.config.num_draft_tokens + 1):
+            found = evaluate(
+                target, drafter, prompts, config.max_new_tokens, 0.0, config.seed, stop_ids,
+                num_branches=K, draft_length=n,
+            )  # fmt: skip
+            nodes = (found.nodes.sum() / found.rounds.sum()).item()
+            low, high = found.interval()
+            print(f"{K:6d} {n:12d} | {nodes:21.2f} {found.mean:7.3f}   [{low:.2f}, {high:.2f}]")
+            figures.append({"chains": K, "drafts": n, "nodes": nodes, "al": found.mean,
+                            "interval": (low, high)})  # fmt: skip
+    return {"rows": figures}
+
+
+def bench_decode(config: BenchConfig) -> dict:
+    """Greedy, one prompt at a time, plain and speculative in turn; the texts must be the same."""
+    if not (config.target and config.drafter):
+        raise ValueError("decode needs --target FOLDER and --drafter FOLDER (train.py writes both)")
+    target, drafter = load(config)
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    measure = Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
+    speeds = decoding_speed(target, drafter, measure, len(prompts))
+    if not speeds["same_text"]:
+        raise ValueError(
+            "greedy speculative text differs from plain decoding: no speed-up is reported"
+        )
+    ratio = speeds["speculative"] / speeds["plain"]
+    al = measure(target, drafter, 0.0)
+    print(f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, "
+          f"{config.device}, {torch.get_num_threads()} threads: the same text")  # fmt: skip
+    print(f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s,"
+          f" AL {al.mean:.3f}: {ratio:.2f} times as fast")  # fmt: skip
+    parts = {
+        "draft": (Drafter, "propose"), "tree": (serve, "build_tree"), "score": (Target, "score"),
+        "verify": (serve, "verify"), "commit": (Target, "commit"),
+        "drafter's memory": (Drafter, "extend"), "prefill": (Target, "prefill"),
+    }  # fmt: skip
+    shares = {}
+    for name, proposer in (("plain", None), ("speculative", drafter)):
+        clock = Clock(parts)
+        begin = time.perf_counter()
+        rounds = 0
+        for prompt in prompts[:4]:
+            (result,) = serve.generate(
+                target, proposer, [prompt], config.max_new_tokens, stop_ids=stop_ids
+            )
+            rounds += result.num_rounds
+        total = time.perf_counter() - begin
+        clock.restore()
+        share = {k: v / total for k, v in clock.seconds.items()}
+        share["target's head and rest"] = 1 - sum(share.values())
+        line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in share.items())
+        print(f"{name:12s} {1e3 * total / rounds:.2f} ms a round: {line}")
+        shares[name] = share | {"ms_per_round": 1e3 * total / rounds}
+    return {"speeds": speeds, "ratio": ratio, "al": al.mean, "shares": shares}
+
+
+def bench_al(config: BenchConfig) -> dict:
+    """AL of each drafter on each task at temperature 0 and 1, pooled within a task, the unweighted
+    mean across tasks; the same prompts for all."""
+    if not (config.target and config.drafters and config.tasks):
+        raise ValueError("bench.py al needs --target, --drafters and --tasks")
+    target = Target.from_pretrained(
+        config.target, config.device, getattr(torch, config.dtype, None)
+    )
+    tokenizer = data.load_tokenizer(config.target)
+    if len({Path(file).stem for file in config.tasks}) < len(config.tasks):
+        raise ValueError("--tasks: a task goes by its file's name, and two are alike")
+    prompts, figures = {}, {}
+    for file in config.tasks:
+        chats, size = data.read_prompts(file), (config.num_prompts, config.prompt_length)
+        prompts[Path(file).stem] = data.draw_prompts(chats, tokenizer, *size, config.seed)
+    for temperature in (0.0, 1.0):
+        print(f"\nAL at temperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
+        print(" " * 24 + "".join(f"{task[:12]:>14s}" for task in (*prompts, "mean")))
+        print("prompts".ljust(24) + "".join(f"{len(p):14d}" for p in prompts.values()))
+        for folder in config.drafters:
+            drafter = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
+            found = {
+                task: evaluate(target, drafter, asked, config.max_new_tokens, temperature,
+                                     config.seed, tokenizer.stop_ids, progress=task)
+                for task, asked in prompts.items()
+            }  # fmt: skip
+            row = {task: one.mean for task, one in found.items()}
+            row["mean"] = sum(row.values()) / len(row)
+            shown = "".join(f"{al:14.3f}" for al in row.values())
+            print(f"{'/'.join(Path(folder).parts[-2:])[-23:]:24s}{shown}")
+            survival = {task: one.survival for task, one in found.items()}
+            figures.setdefault(folder, {})[f"t{temperature:g}"] = {"al": row, "survival": survival}
+    return figures
+
+
+@torch.inference_mode()
+def bench_hf(config: BenchConfig) -> dict:
+    """The same weights in both, turn by turn in one process: decoding of one and of eight rows,
+    prefill of --trunk-length tokens; and how near decoding is to reading every matrix once."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("bench.py hf needs transformers: pip install transformers") from None
+    if not config.target:
+        raise ValueError("bench.py hf needs --target FOLDER")
+    transformers.logging.disable_progress_bar()
+    kind = getattr(torch, config.dtype, None)
+    ours = Target.from_pretrained(config.target, config.device, kind)
+    kind = ours.lm_head.weight.dtype
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=kind)
+    theirs.to(config.device).generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(config.seed)
+    n, figures = config.max_new_tokens, {"dtype": str(kind)}
+
+    def ids(B, T):
+        return torch.randint(0, ours.num_tokens, (B, T), generator=generator).to(config.device)
+
+    def decode(B):
+        prompts = ids(B, config.prompt_length)
+        asked = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
+        mask = torch.ones_like(prompts)
+        return (lambda: serve.generate(ours, None, prompts.tolist(), n),
+                lambda: theirs.generate(prompts, attention_mask=mask, **asked), B * n)  # fmt: skip
+
+    def prefill(T):
+        prompt, lengths = ids(1, T), torch.tensor([T], device=config.device)
+        return (lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
+                lambda: theirs(prompt, use_cache=True, logits_to_keep=1), T)  # fmt: skip
+
+    matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
+    row = {m.in_features: torch.randn(1, 1, m.in_features, dtype=kind) for m in matrices}
+    floor = median_time(lambda: [m(row[m.in_features]) for m in matrices], config.repeats)["low"]
+    print(f"{kind}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} [median]")
+    print(f"every matrix once against one row: {1 / floor:.1f}")
+    for name, (mine, other, tokens) in {
+        "decode, 1 row": decode(1), "decode, 8 rows": decode(8),
+        f"prefill of {config.trunk_length[0]:,}": prefill(config.trunk_length[0]),
+    }.items():  # fmt: skip
+        times = ([], [])
+        for repeat in range(config.repeats + 1):  # the first warms up
+            for run, kept in zip((mine, other), times):
+                begin = time.perf_counter()
+                run()
+                kept += [time.perf_counter() - begin] if repeat else []
+        best = [tokens / min(t) for t in times]
+        middle = [tokens / sorted(t)[len(t) // 2] for t in times]
+        shown = [f"{b:8.1f} [{m:.1f}]" for b, m in zip(best, middle)]
+        ratio = f"{best[0] / best[1]:.2f} [{middle[0] / middle[1]:.2f}] x"
+        print(f"{name:18s} here {shown[0]}   transformers {shown[1]}   {ratio}")
+        figures[name] = {"tokens_per_s": best, "medians": middle}
+    return figures | {"floor_tokens_per_s": 1 / floor}

@@ -1,0 +1,222 @@
+"""What training costs: commands of bench.py."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+import data
+import loss
+import replay
+import train
+from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_of
+from data import References
+from drafter import Drafter, Sampling
+from loss import make_optimizers
+from serve import generate
+from target import Target, Trunks
+from train import TrainConfig
+from tree import build_tree, draw_anchors
+
+
+def line_of(xs: list, ys: list) -> tuple[float, float, float]:
+    """The least-squares line through points -> its value at 0, its slope, R^2."""
+    x, y = torch.tensor(xs, dtype=torch.double), torch.tensor(ys, dtype=torch.double)
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    start = y.mean() - slope * x.mean()
+    rest = (y - start - slope * x).square().sum() / (y - y.mean()).square().sum()
+    return start.item(), slope.item(), 1 - rest.item()
+
+
+@torch.inference_mode()
+def bench_tree(config: BenchConfig) -> dict:
+    """One prefill and one pass over the tree, against one run of the whole prefix per branch, for
+    every trunk length and number of anchors; and what a node costs."""
+    target, drafter = load(config)
+    W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
+    K, figures = config.num_branches, []
+    text, _ = text_of(config, target, max(config.trunk_length))
+    name = config.target or f"untrained {config.arch}"
+    print(f"{name}, {config.device}, {torch.get_num_threads()} threads, seed {config.seed}; "
+          f"branches of {W}, {K} an anchor; milliseconds\n"
+          "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone | "
+          "x tokens  x speed  share | gap of p")  # fmt: skip
+    for T in config.trunk_length:
+        tokens, lengths = text[:, :T], torch.tensor([T], device=config.device)
+        scoring = []
+        for A in config.num_anchors:
+            row = _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W)
+            figures.append(row)
+            scoring.append((row["nodes"], 1e3 * row["times"]["scoring"]["median"]))
+            packed, merged, alone = (
+                1e3 * row["times"][k]["median"] for k in ("packed", "merged", "alone")
+            )
+            print(f"{T:5d} {A:7d} | {row['nodes']:6d} {row['merged']:6d} | {row['alone']:13d} | "
+                  f"{packed:6.1f} {merged:7.1f} {alone:7.0f} | {row['ideal']:8.1f} "
+                  f"{alone / packed:8.1f} {row['share']:6.2f} | {row['gap']:.1e}")  # fmt: skip
+        if len(scoring) > 2:
+            start, slope, fit = line_of(*zip(*scoring))
+            figures[-1]["scoring_line"] = {"start_ms": start, "ms_per_node": slope, "r2": fit}
+            print(f"{T:5d} scoring alone: {start:.1f} ms + {slope:.4f} ms a node, R^2 {fit:.4f}")
+    nodes, merged = (sum(row[k] for row in figures) for k in ("nodes", "merged"))
+    print(f"merging saved {100 * (1 - merged / nodes):.1f} % of all nodes")
+    return {"rows": figures}
+
+
+def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict:
+    T = tokens.shape[1]
+    generator = torch.Generator().manual_seed(config.seed)
+    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    trunk = target.prefill(tokens, lengths)
+    if drafter:
+        branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
+    else:
+        branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator)
+        branches = branches.to(config.device)
+    prefixes = [torch.cat([tokens[0, : a + 1], branch[: W - 1]])[None]
+                for a, row in zip(anchors[0].tolist(), branches[0]) for branch in row]  # fmt: skip
+
+    def packed(merge):
+        tree = build_tree(tokens, lengths, anchors, branches, merge)
+        return target.head(target.score(target.prefill(tokens, lengths), tree).hidden[..., :W, :])
+
+    def alone():
+        for prefix in prefixes:
+            length = torch.tensor([prefix.shape[1]], device=config.device)
+            target.head(target.prefill(prefix, length, tap_ids=()).hidden[:, -W:])
+
+    trees = [build_tree(tokens, lengths, anchors, branches, merge) for merge in (False, True)]
+    p = packed(True).softmax(-1)[0].flatten(0, 1)
+    picked = range(0, A * K, max(1, A * K // 16))  # some branches, for the check
+    gap = max((target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in picked)
+    runs = {"packed": lambda: packed(False), "merged": lambda: packed(True), "alone": alone,
+            "scoring": lambda: target.score(trunk, trees[0])}  # fmt: skip
+    times = {name: median_time(run, config.repeats, config.patience) for name, run in runs.items()}
+    each = sum(prefix.shape[1] for prefix in prefixes)
+    ideal = each / (T + trees[0].num_nodes)
+    speed = times["alone"]["median"] / times["packed"]["median"]
+    return {
+        "trunk": T, "anchors": A, "nodes": trees[0].num_nodes, "merged": trees[1].num_nodes,
+        "alone": each, "ideal": ideal, "share": speed / ideal, "gap": gap, "times": times,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def bench_replay(config: BenchConfig) -> dict:
+    """Checkpoints every so many trunk tokens: what they hold, what replaying from them to all
+    anchors costs, and what the whole pass over a tree then takes."""
+    target, _ = load(config)
+    if not target.config.hybrid:
+        raise ValueError("replay needs a target with linear layers: --arch gdn, or --target FOLDER")
+    T, A, W = config.trunk_length[0], config.num_anchors[0], config.num_draft_tokens
+    tokens, lengths = text_of(config, target, T)
+    generator = torch.Generator().manual_seed(config.seed)
+    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    branches = torch.randint(0, target.num_tokens, (1, A, 1, W), generator=generator)
+    tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
+    chosen = replay.spacing(target.config, target.lm_head.weight.element_size())
+    print(f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
+          f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
+          "prefill | largest gap of a state")  # fmt: skip
+    exact, figures = None, []
+    for every in sorted({1, 8, 16, chosen, 256, 1024, T + 1}):
+        trunk = target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every)
+        linear = [state for state in trunk.states if "u" in state]
+        found = replay.replayed(linear[0], anchors)
+        exact = found if exact is None else exact  # spacing 1: the state itself is kept
+        runs = {
+            "replay": lambda: [replay.replayed(state, anchors) for state in linear],  # noqa: B023
+            "scoring": lambda: target.score(trunk, tree),  # noqa: B023
+            "prefill": lambda: target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every),  # noqa: B023
+        }
+        times = {name: median_time(run, config.repeats) for name, run in runs.items()}
+        held = sum(state["states"].nbytes for state in linear)
+        each = sum(state[name].nbytes for state in linear for name in replay.PER_TOKEN)
+        gap = (found - exact).abs().max().item()
+        shown = "".join(f"{1e3 * t['median']:9.1f}" for t in times.values())
+        note = "  the default" if every == chosen else ""
+        print(f"{every:7d} | {held / 1e6:9.1f} {each / 1e6:10.1f} |{shown} | {gap:.1e}{note}")
+        figures.append({"spacing": every, "states_bytes": held, "tokens_bytes": each, "gap": gap,
+                        "times": times})  # fmt: skip
+    return {"rows": figures, "default": chosen}
+
+
+def bench_throughput(config: BenchConfig) -> dict:
+    """Supervised tokens per second of whole training steps: sequential rollouts, alone and in
+    batches, against SpecOPD on references of the same length. Nothing is left out but the
+    references' making; SpecOPD's prefill of them is counted, though training keeps it."""
+    if not (config.target and config.drafter):
+        raise ValueError("throughput needs --target FOLDER and --drafter FOLDER")
+    target, drafter = load(config, torch.float32)
+    T, length = config.trunk_length[0], config.prompt_length
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    prompts = held_out_prompts(config, max(32, config.num_prompts), length)
+    texts = generate(target, None, prompts, T - length, 1.0, config.seed, batch_size=len(prompts),
+                     progress="references")  # fmt: skip
+    references = References.from_lists(prompts, [text.tokens for text in texts], 0)
+    common = TrainConfig(mode="specopd", seed=config.seed, response_length=T - length, num_greedy=0)
+    ways = [(f"rollouts, {n} at once", replace(common, mode="rollout", batch_size=n))
+            for n in (1, 8, 32)]  # fmt: skip
+    ways += [(f"SpecOPD, {A} anchors x {K}", replace(common, batch_size=1, num_anchors=A,
+                                                     num_branches=K))
+             for A in config.num_anchors for K in sorted({1, 2, config.num_branches})]  # fmt: skip
+    trunks = Trunks(target, references, 0.0)  # nothing is kept: every step prefills
+    optimizers = make_optimizers(drafter, common.matrix_lr, common.lr)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = 0.0  # the drafter stays what it is
+    parts = {"decode": (train, "decode"), "prefill": (Trunks, "__call__"),
+             "sample": (Drafter, "propose"), "score": (Target, "score"),
+             "loss": (loss, "chunked"), "backward": (torch.Tensor, "backward"),
+             "update": (train, "update")}  # fmt: skip
+    print(f"texts of {T} tokens, prompts of {length}, W = {drafter.config.num_draft_tokens}, "
+          f"{config.device}, {torch.get_num_threads()} threads; medians of {config.repeats}\n"
+          "way                       updates/s  tokens/update  tokens/s | "
+          "where the time goes")  # fmt: skip
+    rows = {}
+    for name, way in ways:
+        times, counts = [], []
+        for step in range(config.repeats + 1):  # the first warms up
+            if step == 1:
+                clock = Clock(parts)
+            begin = time.perf_counter()
+            counts.append(_one_step(way, drafter, trunks, stop_ids, optimizers, step))
+            times.append(time.perf_counter() - begin)
+        clock.restore()
+        seconds = sorted(times[1:])[(len(times) - 1) // 2]
+        tokens = sum(counts[1:]) / len(counts[1:])
+        shares = {k: v / sum(times[1:]) for k, v in clock.seconds.items()}
+        if "decode" in shares:  # which drafts and scores by itself
+            shares = {k: v for k, v in shares.items() if k not in ("sample", "score", "prefill")}
+        rows[name] = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens,
+                      "tokens_per_s": tokens / seconds, "shares": shares,
+                      "seconds": times[1:]}  # fmt: skip
+        line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
+        print(f"{name:25s} {1 / seconds:10.2f} {tokens:14.0f} {tokens / seconds:9.0f} | {line}")
+    best = max((n for n in rows if n.startswith("SpecOPD")), key=lambda n: rows[n]["tokens_per_s"])
+    ratios = {}
+    for name in rows:
+        if name.startswith("rollouts"):
+            ratios[name] = {k: rows[best][k] / rows[name][k] for k in
+                            ("updates_per_s", "tokens_per_update", "tokens_per_s")}  # fmt: skip
+            shown = ", ".join(f"{v:.2f} x the {k.replace('_per_s', '/s').replace('_per_', '/')}"
+                              for k, v in ratios[name].items())  # fmt: skip
+            print(f"{best} over {name}: {shown}")
+    return {"rows": rows, "ratios": ratios}
+
+
+def _one_step(config: TrainConfig, drafter, trunks: Trunks, stop_ids, optimizers, step: int) -> int:
+    """A training step as train.py makes it -> its supervised tokens."""
+    references = trunks.references
+    rows = train.batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+    if config.mode == "rollout":
+        rollout = train.decode(config, drafter, references, rows, step, stop_ids)
+        batch = rollout.trunk, rollout.anchors, None, stop_ids, rollout
+    else:
+        shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
+        spans = references.prompt_lengths[rows], references.lengths[rows]
+        drawn = draw_anchors(config.seed, step, rows, *spans, shape)
+        batch = trunks(rows), *(t.to(drafter.fc.weight.device) for t in drawn), stop_ids
+    value, figures = train.step_loss(config, drafter, *batch)
+    value.backward()
+    train.update(optimizers)
+    return int(figures["supervised"])
