@@ -9,6 +9,7 @@ y_{k-1} before slot k (y_0 = x_a) and h_k the slot's hidden state:
     DFlash 2   of the k best tokens of each slot, U_k(c) + <pred[y_{k-1}] * P h_k, succ[c]>; and
                short convolutions along the block, their kernels made from the block itself
 
+    python heads.py             one slot's q after two different tokens, for each kind
     pytest tests/test_drafter.py
 """
 
@@ -141,3 +142,36 @@ class ConvolvedLayer(DecoderLayer):
         normed = self.post_attention_layernorm(y)
         before, behind = self.mlp_conv.kernels(normed)
         return y + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind), new, x
+
+
+def main():
+    from drafter import Drafter  # which is built on this file
+    from target import Target
+
+    target = Target.toy(num_hidden_layers=2, hidden_size=32, intermediate_size=64)
+    target.num_tokens = 258
+    tokens = torch.arange(65, 75)[None]
+    trunk, anchors = target.prefill(tokens, torch.tensor([10])), torch.tensor([[6]])
+    print("context x_0..x_6; slot 2 predicts position 8. Its likeliest tokens if y_1 was ...\n")
+    kinds = {
+        "DFlash": dict(block_size=4),
+        "DSpark": dict(block_size=3, architecture="Qwen3DSparkModel", markov_rank=8),
+        "DFlash 2": dict(block_size=4, architecture="DFlash2DraftModel", selector_rank=8),
+    }
+    for name, fields in kinds.items():
+        drafter = Drafter.fresh(target, **fields)
+        for table in ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook"):
+            if table in (found := dict(drafter.named_parameters())):  # fresh ones are zero
+                nn.init.normal_(found[table], generator=torch.Generator().manual_seed(0))
+        hidden = drafter.block(trunk, anchors)[:, :, None]  # (1, 1, 1, W, C)
+        for y_1 in (72, 101):
+            before = torch.tensor([[[[int(tokens[0, 6]), y_1, 0]]]])
+            chance, ids = drafter.logits(hidden, before)[0, 0, 0, 1].float().softmax(-1).topk(3)
+            shown = ", ".join(f"{i}: {c:.4f}" for i, c in zip(ids.tolist(), chance.tolist()))
+            print(f"  {name:9s} y_1 = {y_1:3d}   {shown}")
+    print("\nDFlash's slots know nothing of one another; the others read the token before.")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -21,7 +21,7 @@ def run(*arguments, cwd=ROOT):
     "file, says",
     [("tree.py", "merge=True: 6 nodes"), ("loss.py", "E2E-TV"), ("drafter.py", "block@3 block@6"),
      ("model.py", "largest difference"), ("target.py", "packed - alone"),
-     ("replay.py", "S_7 in one product")],
+     ("replay.py", "S_7 in one product"), ("heads.py", "DFlash 2  y_1 = 101")],
 )  # fmt: skip
 def test_a_concept_file_is_a_lesson(tmp_path, file, says):
     done = run(ROOT / file, cwd=tmp_path)
