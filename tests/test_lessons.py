@@ -2,6 +2,7 @@
 code 2. `pytest tests/test_lessons.py`"""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -195,3 +196,10 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and word in lines[0] and "Traceback" not in done.stderr
     assert sorted(tmp_path.rglob("*")) == before  # nothing written, nothing lost
+
+
+def test_the_readme_counts_the_lines_of_every_file():
+    rows = re.findall(r"^\| (\w+\.py) \| (\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    counts = {f.name: len(f.read_text().splitlines()) for f in ROOT.glob("*.py")}
+    assert {name: int(lines) for name, lines in rows} == counts
+    assert all(lines <= (600 if name == "model.py" else 450) for name, lines in counts.items())
