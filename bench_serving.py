@@ -9,7 +9,7 @@ import data
 import serve
 from bench import BenchConfig, Clock, held_out_prompts, load, median_time
 from drafter import Drafter
-from measure import Measure, decoding_speed, evaluate
+from measure import Measure, by_task, decoding_speed, evaluate, read_tasks
 from target import Target
 
 
@@ -90,23 +90,16 @@ def bench_al(config: BenchConfig) -> dict:
         config.target, config.device, getattr(torch, config.dtype, None)
     )
     tokenizer = data.load_tokenizer(config.target)
-    if len({Path(file).stem for file in config.tasks}) < len(config.tasks):
-        raise ValueError("--tasks: a task goes by its file's name, and two are alike")
-    prompts, figures = {}, {}
-    for file in config.tasks:
-        chats, size = data.read_prompts(file), (config.num_prompts, config.prompt_length)
-        prompts[Path(file).stem] = data.draw_prompts(chats, tokenizer, *size, config.seed)
+    size = config.num_prompts, config.prompt_length
+    prompts, figures = read_tasks(config.tasks, tokenizer, *size, config.seed), {}
     for temperature in (0.0, 1.0):
         print(f"\nAL at temperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
         print(" " * 24 + "".join(f"{task[:12]:>14s}" for task in (*prompts, "mean")))
         print("prompts".ljust(24) + "".join(f"{len(p):14d}" for p in prompts.values()))
         for folder in config.drafters:
             drafter = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
-            found = {
-                task: evaluate(target, drafter, asked, config.max_new_tokens, temperature,
-                                     config.seed, tokenizer.stop_ids, progress=task)
-                for task, asked in prompts.items()
-            }  # fmt: skip
+            found = by_task(target, drafter, prompts, config.max_new_tokens, temperature,
+                            seed=config.seed, stop_ids=tokenizer.stop_ids)  # fmt: skip
             row = {task: one.mean for task, one in found.items()}
             row["mean"] = sum(row.values()) / len(row)
             shown = "".join(f"{al:14.3f}" for al in row.values())

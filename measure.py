@@ -8,12 +8,16 @@ measured on the same prompts are compared in pairs, and intervals resample promp
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import data
 from serve import generate
+
+REPEAT = 8  # tokens of a run that counts as repeated
 
 
 @dataclass
@@ -24,8 +28,10 @@ class Acceptance:
     committed: Tensor  # (P,) tokens committed by each prompt's rounds
     rounds: Tensor  # (P,)
     nodes: Tensor  # (P,) tokens that these rounds verified
+    repeated: Tensor  # (P,) share of a text's runs of REPEAT tokens that it had before
     survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
     seconds: float
+    texts: list = field(default_factory=list)  # P lists of new tokens
 
     @property
     def mean(self) -> float:
@@ -38,20 +44,34 @@ class Acceptance:
     def survival(self) -> list[float]:
         return (self.survived.sum(0) / self.rounds.sum()).tolist()
 
-    def interval(
-        self, other: "Acceptance | None" = None, samples: int = 2000
-    ) -> tuple[float, float]:
+    @property
+    def conditional(self) -> list[float]:
+        """How often draft k is accepted where all before it were; nan where that never was."""
+        before = [1.0, *self.survival[:-1]]
+        return [s / b if b else float("nan") for s, b in zip(self.survival, before)]
+
+    def resampled(self, samples: int = 2000, seed: int = 0) -> Tensor:
+        """ALs of so many draws of prompts with replacement; of one seed and number of prompts they
+        draw the same ones."""
+        P = len(self.rounds)
+        picks = torch.randint(P, (samples, P), generator=torch.Generator().manual_seed(seed))
+        return self.committed[picks].sum(1).double() / self.rounds[picks].sum(1).double()
+
+    def interval(self, other: "Acceptance | None" = None) -> tuple[float, float]:
         """95 % bootstrap interval over prompts: of the AL, or of its paired difference to
         another's."""
-        P = len(self.rounds)
-        generator = torch.Generator().manual_seed(0)
-        picks = torch.randint(P, (samples, P), generator=generator)
+        return middle(self.resampled() - (other.resampled() if other else 0))
 
-        def resampled(one):
-            return one.committed[picks].sum(1).double() / one.rounds[picks].sum(1).double()
 
-        values = resampled(self) - (resampled(other) if other else 0)
-        return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
+def middle(values: Tensor) -> tuple[float, float]:
+    """What 95 % of values (n,) lie between."""
+    return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
+
+
+def repetition(tokens: list[int], size: int = REPEAT) -> float:
+    """The share of a text's runs of `size` tokens that it had before: loops flatter AL."""
+    runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def evaluate(
@@ -71,7 +91,9 @@ def evaluate(
     )  # (P, W)
     counts = ("num_committed", "num_rounds", "num_nodes")
     counts = (torch.tensor([getattr(r, name) for r in results]) for name in counts)
-    return Acceptance(*counts, survived, seconds)
+    repeated = torch.tensor([repetition(r.tokens) for r in results])
+    texts = [r.tokens for r in results]
+    return Acceptance(*counts, repeated, survived, seconds, texts)
 
 
 @dataclass
@@ -110,3 +132,58 @@ def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
         same &= texts[0] == texts[1]
     speeds = {name: tokens[name] / seconds[name] for name in tokens}
     return speeds | {"same_text": same}
+
+
+def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str, list]:
+    """Prompts of each JSON Lines file, a task by its file's name: `count` of at most `length`
+    tokens."""
+    if len({Path(file).stem for file in paths}) < len(paths):
+        raise ValueError("a task goes by its file's name, and two files have the same")
+    return {
+        Path(file).stem: data.draw_prompts(data.read_prompts(file), tokenizer, count, length, seed)
+        for file in paths
+    }
+
+
+def by_task(target, drafter, tasks: dict[str, list], max_new_tokens, temperature, **how) -> dict:
+    """Acceptance on each task."""
+    return {
+        name: evaluate(target, drafter, prompts, max_new_tokens, temperature, progress=name, **how)
+        for name, prompts in tasks.items()
+    }
+
+
+def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **how) -> dict:
+    """AL of a drafter by task and temperature, printed: pooled within a task, across tasks the
+    unweighted mean, 95 % intervals over prompts, and the speed of plain decoding beside it."""
+    figures = {}
+    for temperature in temperatures:
+        evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, temperature)  # warms up
+        found = by_task(target, drafter, tasks, max_new_tokens, temperature, **how)
+        plain = {k: v for k, v in how.items() if k in ("seed", "stop_ids", "batch_size")}
+        plain = by_task(target, None, tasks, max_new_tokens, temperature, **plain)
+        print(f"\ntemperature {temperature:g}, {max_new_tokens} tokens a prompt\n"
+              "task          prompts     AL   95 % interval  repeated   tokens/s   plain    "
+              "x")  # fmt: skip
+        rows = {}
+        for name, one in found.items():
+            speed, slow = (sum(map(len, a.texts)) / a.seconds for a in (one, plain[name]))
+            same = temperature > 0 or one.texts == plain[name].texts
+            repeated = one.repeated.mean().item()
+            rows[name] = {"al": one.mean, "interval": one.interval(), "repeated": repeated,
+                          "tokens_per_s": speed, "plain_tokens_per_s": slow, "same_text": same,
+                          "survival": one.survival, "conditional": one.conditional}  # fmt: skip
+            low, high = one.interval()
+            print(f"{name[:14]:14s} {len(one.rounds):6d} {one.mean:6.3f}   [{low:.3f}, {high:.3f}] "
+                  f"{repeated:9.2f} {speed:10.1f} {slow:7.1f}  " +
+                  (f"{speed / slow:.2f}" if same else "THE TEXTS DIFFER"))  # fmt: skip
+        mean = sum(one.mean for one in found.values()) / len(found)
+        draws = [one.resampled(seed=i) for i, one in enumerate(found.values())]
+        low, high = middle(sum(draws) / len(draws))
+        print(f"{'mean of tasks':21s} {mean:6.3f}   [{low:.3f}, {high:.3f}]")
+        for title, values in (("survival", "survival"), ("given those before", "conditional")):
+            print(f"{title}: share of rounds that accept draft 1, 2, ...")
+            for name, row in rows.items():
+                print(f"  {name[:14]:14s}" + " ".join(f"{v:6.3f}" for v in row[values]))
+        figures[f"t{temperature:g}"] = {"tasks": rows, "mean": mean, "interval": (low, high)}
+    return figures

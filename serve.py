@@ -14,13 +14,16 @@ bonus included; the token that prefill commits is not counted, a round counts up
 max_new_tokens cuts the text only.
 
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
+    python serve.py --target FOLDER --drafter FOLDER --eval math.jsonl code.jsonl     AL by task
     pytest tests/test_serve.py
 """
 
+import dataclasses
 import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -286,6 +289,11 @@ class ServeConfig:
     drafter: str = files.flag("", "the drafter's folder; without one, plain decoding")
     prompt: tuple = files.flag((), "texts to continue")
     prompts: str = files.flag("", "a JSONL file of prompts to continue")
+    eval: tuple = files.flag((), "JSONL files of held-out prompts, one task each: measure AL")
+    eval_prompts: int = files.flag(64, "--eval: prompts of each task", low=1)
+    eval_length: int = files.flag(512, "--eval: prompts of at most so many tokens", low=1)
+    temperatures: tuple = files.flag((0.0, 1.0), "--eval: at which", kind=float, low=0)
+    out: str = files.flag("", "--eval: folder for summary.json")
     max_new_tokens: int = files.flag(200, "tokens to generate per prompt")
     temperature: float = files.flag(0.0, "0 is greedy")
     top_k: int = files.flag(0, "sample among the k likeliest tokens only; 0 is off")
@@ -325,6 +333,22 @@ def _timed(run) -> tuple[list[Result], float]:
     return results, sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
 
 
+def measure_tasks(config: ServeConfig, target, drafter, tokenizer, how: dict) -> None:
+    from measure import read_tasks, report_tasks  # it builds on this file
+
+    if not drafter:
+        raise ValueError("--eval needs --drafter")
+    size = config.eval_prompts, config.eval_length
+    tasks = read_tasks(config.eval, tokenizer, *size, config.seed)
+    figures = report_tasks(
+        target, drafter, tasks, config.max_new_tokens, config.temperatures, seed=config.seed,
+        stop_ids=tokenizer.stop_ids, batch_size=config.batch_size, **how,
+    )  # fmt: skip
+    if config.out:
+        path = Path(config.out) / "summary.json"
+        files.write_json(path, figures | {"config": dataclasses.asdict(config)})
+
+
 def main():
     config = files.parse_flags(ServeConfig, __doc__)
     if not config.target:
@@ -332,7 +356,7 @@ def main():
     asked = [[{"role": "user", "content": text}] for text in config.prompt]
     if config.prompts:
         asked += [data.first_turn(messages) for messages in data.read_prompts(config.prompts)]
-    if not asked:
+    if not asked and not config.eval:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
     target = Target.from_pretrained(
         config.target, config.device, getattr(torch, config.dtype, None)
@@ -357,6 +381,8 @@ def main():
         K["choose"] = load_rule(
             config.verify_by, config.confidence_threshold, config.drafter, drafts
         )
+    if config.eval:
+        return measure_tasks(config, target, drafter, tokenizer, K)
     generate(target, drafter, prompts[:1], **warm, **K)
     results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
     color = config.color == "always" or (

@@ -83,10 +83,17 @@ def test_blocks_equal_the_formulas_in_plain_loops(target, drafter):
         )
 
 
-@pytest.mark.parametrize("variant", list(DRAFTERS))
-def test_training_blocks_equal_decoding_steps(target, variant):
+GRID = [("gqa", variant) for variant in DRAFTERS] + [
+    (arch, variant) for arch in ("gdn", "qsa")
+    for variant in ("dflash", "dspark rnn", "dflash2 sliding, scaled")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch, variant", GRID)
+def test_training_blocks_equal_decoding_steps(arch, variant):
     """Decoding: text prefilled in part, the rest committed in rounds, features remembered as it
     goes, of sliding layers the window alone."""
+    target = small_target(arch=arch)
     drafter = small_drafter(target, **DRAFTERS[variant])
     tokens, lengths, anchors = case(target)
     drafts = torch.randint(0, 20, (3, 5, 1, 4), generator=torch.Generator().manual_seed(9))
@@ -121,7 +128,8 @@ def test_training_blocks_equal_decoding_steps(target, variant):
             trunk.tokens.scatter_(1, trunk.lengths[:, None], text[:, anchor : anchor + 1])
             served = drafter.block(trunk, torch.tensor([[anchor]]), memory)[:, :, None]
             served = drafter.logits(served, before[row : row + 1, column : column + 1])[0, 0]
-            torch.testing.assert_close(trained[row, column], served, atol=1e-5, rtol=1e-5)
+            close = 1e-5 if arch == "gqa" else 5e-5  # taps of hybrid targets agree to 1e-5 alone
+            torch.testing.assert_close(trained[row, column], served, atol=close, rtol=1e-5)
             if "sliding" in variant:
                 assert min(state.shape[1] for state in memory.states) == 5 + W + 1
 

@@ -121,12 +121,31 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
     assert f"{row['mean']:.3f}" in done.stdout
 
 
+def test_serve_measures_al_by_task(folders, tmp_path):
+    for task, asked in (("sums", ["1 + 1", "2 + 2"]), ("words", ["abc", "defg", "h"])):
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps({"prompt": a}) for a in asked))
+    done = run(ROOT / "serve.py", "--target", folders / "target", "--drafter", folders / "drafter",
+               "--eval", "sums.jsonl", "words.jsonl", "--max-new-tokens", 12, "--out", "e",
+               cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "e/summary.json").read_text())
+    for heat in ("t0", "t1"):
+        tasks = found[heat]["tasks"]
+        assert list(tasks) == ["sums", "words"]
+        assert found[heat]["mean"] == pytest.approx(sum(t["al"] for t in tasks.values()) / 2)
+        for task in tasks.values():
+            assert task["interval"][0] <= task["al"] <= task["interval"][1] and task["same_text"]
+    assert done.stdout.count("survival") == 2 and "mean of tasks" in done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments, word",
     [
         (["serve.py"], "--target"),
         (["serve.py", "--target", "nowhere", "--prompt", "a"], "nowhere"),
         (["serve.py", "--target", "T"], "nothing to continue"),
+        (["serve.py", "--target", "T", "--eval", "none.jsonl"], "--drafter"),
+        (["serve.py", "--target", "T", "--drafter", "D", "--eval", "none.jsonl"], "none.jsonl"),
         (["serve.py", "--target", "T", "--drafter", "nowhere", "--prompt", "a"], "nowhere"),
         (["serve.py", "--target", "T", "--drafter", "T", "--prompt", "a"], "architectures"),
         (["serve.py", "--target", "T", "--prompt", "a" * 60], "maximum length"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SECOND, SPARK, small_drafter, small_target
+from conftest import ARCHS, DRAFTERS, SECOND, SPARK, small_drafter, small_target
 
 import drafter as drafter_module
 import loss as losses
@@ -14,7 +14,7 @@ import serve
 from confidence import Threshold
 from data import load_tokenizer, write_byte_tokenizer
 from drafter import Drafter, Memory, Proposal, Sampling
-from measure import Acceptance, evaluate
+from measure import Acceptance, evaluate, repetition
 from serve import generate
 from tree import build_tree
 
@@ -436,12 +436,21 @@ def test_evaluation_counts_what_decoding_did(target, drafter):
     assert abs(1 + sum(measured.survival) - measured.mean) < 1e-5  # no stop token cut a round
 
 
+def test_conditional_rates_multiply_to_survival_and_loops_are_counted():
+    survived = torch.tensor([[8, 4, 1, 0], [4, 2, 1, 0]])
+    one = Acceptance(*torch.tensor([[9, 9], [10, 6], [50, 30]]), torch.zeros(2), survived, 1.0)
+    assert one.survival == pytest.approx([12 / 16, 6 / 16, 2 / 16, 0])
+    assert one.conditional == pytest.approx([12 / 16, 1 / 2, 1 / 3, 0])
+    assert repetition([1, 2, 3, 4] * 8, 4) == pytest.approx(1 - 4 / 29)
+    assert repetition(list(range(30))) == 0 and repetition([1, 2]) == 0
+
+
 def test_the_paired_interval_is_narrower_and_covers_the_difference():
     torch.manual_seed(0)
     rounds = torch.randint(20, 40, (96,))
     base = (rounds * (2 + torch.rand(96))).long()
-    a = Acceptance(base, rounds, rounds, torch.zeros(96, W), 1.0)
-    b = Acceptance(base + rounds // 5, rounds, rounds, torch.zeros(96, W), 1.0)
+    a = Acceptance(base, rounds, rounds, base * 0.0, torch.zeros(96, W), 1.0)
+    b = Acceptance(base + rounds // 5, rounds, rounds, base * 0.0, torch.zeros(96, W), 1.0)
     low, high = b.interval(a)
     assert low <= b.mean - a.mean <= high and low > 0.1
     wide = b.interval()
@@ -475,6 +484,33 @@ def test_greedy_text_of_every_family_equals_plain_decoding(arch, batch_size, num
         slow.append(ids[len(prompt) :])
     assert [r.tokens for r in fast] == [r.tokens for r in plain]
     assert all(r.tokens[:30] == ids for r, ids in zip(plain, slow))
+
+
+@pytest.mark.parametrize("num_branches", [1, 3])
+@pytest.mark.parametrize("variant", list(DRAFTERS))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_greedy_text_is_plain_decodings_with_every_drafter_on_every_target(
+    arch, variant, num_branches
+):
+    target = small_target(std=0.3, arch=arch)
+    drafter, asked = small_drafter(target, **DRAFTERS[variant]), prompts(5)
+    plain = generate(target, None, asked, 40, stop_ids=(5,))
+    results = generate(target, drafter, asked, 40, stop_ids=(5,), num_branches=num_branches)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("arch", ["gdn", "qsa"])
+def test_sampled_text_of_the_hybrid_targets_has_their_distribution(monkeypatch, arch, kind):
+    target = small_target(seed=3, arch=arch, vocab_size=4, eos_token_id=2)
+    drafter = small_drafter(target, mask_token_id=3, **KINDS[kind])
+    target.num_tokens = 4
+
+    def run(rows):
+        return generate(target, drafter, [[1, 0, 2]] * rows, 3, 1.0, batch_size=rows)
+
+    found, _ = Outcomes(monkeypatch).distribution(run)
+    assert distance(found, plain_distribution(target, [1, 0, 2], Sampling(1.0), 3)) < 1e-5
 
 
 def test_of_several_chains_the_longest_right_one_wins(target):
