@@ -162,7 +162,7 @@ def chunked(
     confidence=None,
     temperature: float = 1.0,
     decay: float = 4.0,
-    total: Tensor | None = None,
+    total=lambda x: x,
     rows: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss, or a weighted sum of several, from hidden states and heads, vocabulary-sized work in
@@ -171,12 +171,12 @@ def chunked(
     q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of
     "ce", the drafts of "e2e_al"; before (R, K, W): the token before each slot; mask (R, K, W) valid
     positions. q_head: (hidden, before, labels of "ce" or None) -> logits, p_head: hidden -> logits,
-    confidence: (hidden, before) -> logits (R, K, W). A term of weight 0 costs nothing. `total`: the
-    denominator of a single term if it is not this batch's own (see `denominator`). `rows`: anchors
-    per chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are
-    recomputed in the backward pass, so at no time do those of two chunks exist. Returns the loss
-    and figures: alpha (W,) the mean per position, and survival (W,), both over valid positions;
-    empty for "ce" alone.
+    confidence: (hidden, before) -> logits (R, K, W). A term of weight 0 costs nothing. `total` sums
+    a tensor over processes; where there are several, the value is this one's share of the loss (the
+    shares sum to it), the figures are those of all. `rows`: anchors per chunk, by default as many
+    as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in the backward pass,
+    so at no time do those of two chunks exist. Returns the loss and figures: alpha (W,) the mean
+    per position, and survival (W,), both over valid positions; empty for "ce" alone.
     """
     terms = {terms: 1.0} if isinstance(terms, str) else terms
     terms = {name: weight for name, weight in terms.items() if weight}
@@ -184,7 +184,7 @@ def chunked(
         if name not in TERMS:
             raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
     (R, K, W), valid, needs_p = mask.shape, mask.float(), set(terms) != {"ce"}
-    totals = {name: denominator(name, mask, decay) if total is None else total for name in terms}
+    totals = {name: total(denominator(name, mask, decay)) for name in terms}
     if rows is None:
         V = q_head(q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1]
                                            for t in (before, None))).shape[-1]  # fmt: skip
@@ -216,12 +216,15 @@ def chunked(
         piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
         value = value + piece
         alphas.append(alpha)
-    value = value + sum(weight for name, weight in terms.items() if name.startswith("e2e"))
+    ones = sum(weight for name, weight in terms.items() if name.startswith("e2e"))
+    if ones:
+        value = value + ones / total(torch.ones_like(value))
     if not needs_p:
         return value, {}
-    alpha, count = torch.cat(alphas), valid.sum((0, 1)).clamp(min=1)
-    figures = {"alpha": (alpha * valid).sum((0, 1)) / count}
-    return value, figures | {"survival": survival(alpha, valid).sum((0, 1)) / count}
+    alpha = torch.cat(alphas)
+    sums = torch.stack([valid, alpha * valid, survival(alpha, valid)]).sum((1, 2))  # (3, W)
+    count, *sums = total(sums)
+    return value, dict(zip(("alpha", "survival"), (one / count.clamp(min=1) for one in sums)))
 
 
 # ----------------------------------------------------------------------------------- what learns it

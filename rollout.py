@@ -63,7 +63,7 @@ class Recorder:
 
 def collect(
     target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int,
-    temperature: float = 1.0, seed: int = 0, stop_ids=(),
+    temperature: float = 1.0, seed: int = 0, stop_ids=(), places=None,
 ) -> Rollout:  # fmt: skip
     """Decode the prompts in one batch with the drafter as it is now."""
     W = drafter.config.num_draft_tokens
@@ -71,10 +71,13 @@ def collect(
     recorder = Recorder(longest)
     results = generate(
         target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
-        batch_size=len(prompts), watch=recorder,
+        batch_size=len(prompts), watch=recorder, places=places,
     )  # fmt: skip
-    if not recorder.rounds:
-        raise ValueError("no round to learn from: every response ended with its first token")
+    if not recorder.rounds:  # every response ended with its first token: nothing to learn
+        B, C = len(prompts), target.config.hidden_size
+        nothing = torch.zeros(B, W, C, device=recorder.taps.device, dtype=recorder.taps.dtype)
+        tokens = torch.zeros(B, W, dtype=torch.long, device=nothing.device)
+        recorder.rounds = [{"anchors": tokens[:, 0] - 1, "tokens": tokens, "hidden": nothing}]
     device = recorder.taps.device
     rows = [torch.tensor(p + r.tokens) for p, r in zip(prompts, results)]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)

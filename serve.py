@@ -105,6 +105,7 @@ def generate(
     draft_length: int = 0,
     choose=None,
     watch=None,
+    places=None,
 ) -> list[Result]:
     """Continue every prompt (token ids); drafter=None is plain decoding.
 
@@ -114,7 +115,7 @@ def generate(
     logits (B,W) to how many drafts of each row are verified (B,), see confidence.py; costs a round
     one more synchronisation with the host, since it decides how much is run; a rule that looks at
     the whole batch makes a prompt's text depend on it. watch: is told of the prefill and of every
-    round, see rollout.py.
+    round, see rollout.py. places: of the prompts in a larger set that these are a part of.
 
     draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
     whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
@@ -145,13 +146,14 @@ def generate(
                 f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
                 f"exceeds the target's maximum length {limit}"
             )
+    places = list(range(len(prompts)) if places is None else places)
     results = [Result() for _ in prompts]
     bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=not progress, leave=False)
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
         _generate_batch(
-            target, drafter, prompts[part], results[part], start, max_new_tokens, sampling, draft,
-            seed, set(stop_ids), bar, num_branches, draft_length, choose, watch,
+            target, drafter, prompts[part], results[part], places[part], max_new_tokens, sampling,
+            draft, seed, set(stop_ids), bar, num_branches, draft_length, choose, watch,
         )  # fmt: skip
     bar.close()
     return results
@@ -159,7 +161,7 @@ def generate(
 
 @torch.inference_mode()
 def _generate_batch(
-    target, drafter, prompts, results, start, max_new, sampling, draft, seed, stop, bar, K,
+    target, drafter, prompts, results, places, max_new, sampling, draft, seed, stop, bar, K,
     draft_length, choose, watch,
 ):  # fmt: skip
     device = target.lm_head.weight.device
@@ -168,7 +170,7 @@ def _generate_batch(
     noise = None
     # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
     if sampling.temperature > 0 or K > 1:
-        seeds = (seed * 1_000_003 + start + i for i in range(len(prompts)))
+        seeds = (seed * 1_000_003 + place for place in places)
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         noise = torch.stack([torch.rand(max_new, (K + 1) * W + 1, generator=g) for g in generators])
         noise = noise.to(device)

@@ -16,10 +16,12 @@ measure the acceptance length (AL) by real decoding on held-out prompts. Every s
     python train.py                       the story (about 11 minutes on 2 CPU cores)
     python train.py --preset smoke        the same in seconds, too short to learn much
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
+    torchrun --nproc_per_node=8 train.py --mode specopd ...       on several processes
 """
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import distributed
 import files
 import loss as losses
 from drafter import Drafter, Sampling, history
@@ -177,12 +180,12 @@ def step_loss(
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
         tokens, p_hidden = rollout.tokens, rollout.p_hidden
         valid = until_stop(tokens, stop_ids) & present
-        nodes = unmerged = torch.zeros((), dtype=torch.long)
+        nodes = unmerged = anchors.new_zeros(())
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
         tokens, valid = reference, labelled if config.mode == "ce" else inside
         p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)  # p_k from a+k-1
-        nodes = unmerged = torch.zeros((), dtype=torch.long)
+        nodes = unmerged = anchors.new_zeros(())
 
     first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
 
@@ -195,6 +198,7 @@ def step_loss(
             terms, q_rows, head, valid_rows, p_hidden=p_rows, p_head=target.head,
             before=before_rows, tokens=token_rows, temperature=temperature, decay=config.ce_decay,
             confidence=partial(drafter.confidence, detached=config.detach_confidence),
+            total=distributed.total,
         )  # fmt: skip
 
     sure = {"confidence": config.confidence_weight if drafter.says_confidence else 0.0}
@@ -213,6 +217,17 @@ def step_loss(
             value = value + loss_of("ce", tokens, valid, p_hidden, base)[0]
             figures["coverage"] = drafter.coverage(hidden[0], reference[0], labelled[0])
     return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
+
+
+class Step(nn.Module):
+    """`step_loss` as a module, which is what gradients are shared through."""
+
+    def __init__(self, config: TrainConfig, drafter: Drafter):
+        super().__init__()
+        self.config, self.drafter = config, drafter
+
+    def forward(self, *batch):
+        return step_loss(self.config, self.drafter, *batch)
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -235,7 +250,7 @@ def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:
     ]
     return collect(
         drafter.target, drafter, prompts, config.response_length, config.branch_temperature,
-        config.seed * 1_000_003 + step, stop_ids,
+        config.seed * 1_000_003 + step, stop_ids, rows.tolist(),
     )  # fmt: skip
 
 
@@ -248,6 +263,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     # what the flags name may have changed since
     same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
     same["the target"] = weights_of(target)
+    lead, silent = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
+    share = distributed.shared(Step(config, drafter), silent)
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():
@@ -264,23 +281,28 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
 
     def save(step: int) -> None:
+        if not lead:
+            return
         with files.atomic(checkpoint) as temporary:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
             torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
 
     if not checkpoint.is_file():
         save(0)
-    kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
-    with files.atomic(out / "log.jsonl") as temporary:  # a line a step, as far as the checkpoint
-        temporary.write_text("".join(kept))
-    files.write_json(out / "run.json", dataclasses.asdict(config))
+    if lead:
+        kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
+        with files.atomic(out / "log.jsonl") as temporary:  # a line a step, up to the checkpoint
+            temporary.write_text("".join(kept))
+        files.write_json(out / "run.json", dataclasses.asdict(config))
     end, als = min(config.steps, config.stop_after or config.steps), {}
-    bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}")
-    with open(out / "log.jsonl", "a", encoding="utf-8") as log:
+    bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}",
+               disable=not lead)  # fmt: skip
+    with open(out / "log.jsonl" if lead else os.devnull, "a", encoding="utf-8") as log:
         for step in bar:
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+            rows = distributed.own(rows)
             spans = references.prompt_lengths[rows], references.lengths[rows]
             drawn = draw_anchors(config.seed, step, rows, *spans, shape)
             anchors, uniforms = (t.to(device) for t in drawn)
@@ -290,16 +312,19 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                 batch = rollout.trunk, rollout.anchors, uniforms, measure.stop_ids, rollout
             else:
                 batch = trunks(rows), anchors, uniforms, measure.stop_ids
-            value, figures = step_loss(config, drafter, *batch)
-            value.backward()
+            value, figures = share(*batch)
+            (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
             update(optimizers)
+            counts = ("supervised", "nodes", "unmerged")
+            figures |= {name: distributed.total(figures[name]) for name in counts}
+            value = distributed.total(value.detach())
             record = {"step": step + 1, "loss": value.item(), "grad_norm": norm.item()}
             record |= {k: v.tolist() for k, v in figures.items()}
             totals["seconds"] += time.perf_counter() - begin
-            for key in ("supervised", "nodes", "unmerged"):
+            for key in counts:
                 totals[key] += record[key]
-            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+            if lead and ((step + 1) % config.eval_every == 0 or step + 1 == config.steps):
                 als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
                 record |= als
             log.write(json.dumps(record) + "\n")
@@ -309,7 +334,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
             if (step + 1) % config.save_every == 0 or step + 1 == end:
                 save(step + 1)
-    if end == config.steps and not (out / "summary.json").is_file():
+    if lead and end == config.steps and not (out / "summary.json").is_file():
         drafter.save_pretrained(out)
         last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         als = {key: value for key, value in last.items() if key.startswith("al_")}
@@ -407,14 +432,18 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
 
 def main():
     config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    config = replace(config, device=distributed.start(config.device))
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":
+        if distributed.size() > 1:
+            raise ValueError("several processes go with one --mode, not with the story")
         return story(config, out)
-    target, tokenizer, measure, references = prepare(config, out)
+    target, tokenizer, measure, references = distributed.in_turn(lambda: prepare(config, out))
     drafter = start_drafter(config, target, tokenizer)
     trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
     print(json.dumps(train(config, drafter, trunks, measure, out / config.mode)))
+    distributed.stop()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,20 @@ def test_the_loss_is_e2e_tv_on_accepted_and_rejected_positions(variant):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-3)
 
 
+def test_responses_of_one_token_leave_nothing_to_learn_and_no_error():
+    target = small_target()
+    drafter = small_drafter(target)
+    first = {r.tokens[0] for r in generate(target, None, prompts(), 1)}
+    rollout = collect(target, drafter, prompts(), 16, 0.0, 1, tuple(first))
+    config = dataclasses.replace(CONFIG, mode="rollout")
+    value, figures = step_loss(
+        config, drafter, rollout.trunk, rollout.anchors, None, tuple(first), rollout
+    )
+    value.backward()
+    assert figures["supervised"] == 0 and value == 1
+    assert all(p.grad.abs().sum() == 0 for p in drafter.parameters())
+
+
 def test_rollouts_resume_bit_for_bit(tmp_path):
     whole, log = run(tmp_path / "whole", "rollout", [0])
     parts, parts_log = run(tmp_path / "parts", "rollout", [2, 0])

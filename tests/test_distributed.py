@@ -1,0 +1,127 @@
+"""One batch on one, two or four processes gives one gradient. `pytest tests/test_distributed.py`"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ARCHS, DRAFTERS, ROOT, small_drafter, small_target
+from test_train import CONFIG, STOP
+
+import distributed
+from data import References, write_byte_tokenizer
+from drafter import Drafter
+from serve import generate
+from target import Target, Trunks
+from train import MODES, Step, batch_rows, decode
+from tree import draw_anchors
+
+CASES = [(arch, mode, "dflash") for arch in ARCHS for mode in MODES]
+CASES += [("gqa", mode, kind) for mode in ("ce", "specopd") for kind in ("dspark rnn", "dflash2")]
+
+
+def gradients(arch: str, mode: str, variant: str) -> dict:
+    """Of one step on a batch of four references, this process's share of it."""
+    target = small_target(arch=arch)
+    prompts = torch.randint(0, 20, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = [r.tokens for r in generate(target, None, prompts, 16, 1.0, 0, STOP)]
+    references = References.from_lists(prompts, texts, 0)
+    drafter = small_drafter(target, **DRAFTERS[variant])
+    config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1)
+    rows = distributed.own(batch_rows(0, 1, len(references.lengths), 4))
+    spans = references.prompt_lengths[rows], references.lengths[rows]
+    anchors, uniforms = draw_anchors(0, 1, rows, *spans, (4, 2, 4))
+    if mode == "rollout":
+        rollout = decode(config, drafter, references, rows, 1, STOP)
+        batch = rollout.trunk, rollout.anchors, uniforms, STOP, rollout
+    else:
+        batch = Trunks(target, references, 0.0)(rows), anchors, uniforms, STOP
+    share = distributed.shared(Step(config, drafter))
+    value, figures = share(*batch)
+    (value * distributed.size()).backward()
+    found = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+    figures["supervised"] = distributed.total(figures["supervised"])
+    kept = {n: figures[n].double() for n in ("supervised", "alpha", "survival") if n in figures}
+    return found | {"loss": distributed.total(value.detach())} | kept
+
+
+def worker(number: int, size: int, port: int, out: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    distributed.start("cpu")
+    found = {" ".join(case): gradients(*case) for case in CASES}
+    if number == 0:
+        torch.save(found, out)
+    distributed.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_gradient_does_not_depend_on_the_number_of_processes(tmp_path, size):
+    out = tmp_path / "gradients.pt"
+    torch.multiprocessing.spawn(worker, (size, free_port(), str(out)), nprocs=size)
+    found = torch.load(out)
+    for case in CASES:
+        alone, together = gradients(*case), found[" ".join(case)]
+        assert alone.keys() == together.keys() and alone["supervised"] > 40
+        for name, tensor in alone.items():
+            scale = max(tensor.abs().max().item(), 1.0)
+            gap = (tensor - together[name]).abs().max().item() / scale
+            assert gap < (1e-6 if case[0] == "gqa" else 5e-6), (case, name, gap)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    target = small_target(vocab_size=264, max_position_embeddings=128)
+    target.num_tokens = 258
+    write_byte_tokenizer(root / "target")
+    target.save_pretrained(root / "target", eos_token_id=256, pad_token_id=257)
+    small_drafter(target).save_pretrained(root / "drafter")
+    return root
+
+
+def train(folders, cwd, processes: int, *flags):
+    start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}",
+             f"--master_port={free_port()}"] if processes else []  # fmt: skip
+    small = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-references 8
+        --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --save-every 2
+        --warmup 1 --matrix-lr 0 --lr 1e-4""".split()
+    command = [sys.executable, *start, ROOT / "train.py", *small, "--target", folders / "target",
+               "--drafter", folders / "drafter", *flags]  # fmt: skip
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_torchrun_trains_resumes_on_another_number_and_says_what_does_not_fit(folders, tmp_path):
+    for done in (
+        train(folders, tmp_path, 2, "--out", "two", "--stop-after", 2),
+        train(folders, tmp_path, 0, "--out", "two"),  # one process goes on where two stopped
+        train(folders, tmp_path, 0, "--out", "one"),
+    ):
+        assert done.returncode == 0, done.stderr[-2000:]
+    texts = [(tmp_path / out / "specopd/log.jsonl").read_text() for out in ("two", "one")]
+    logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [[r["step"] for r in log] for log in logs] == [[1, 2, 3, 4]] * 2
+    for two, one in zip(*logs):
+        assert two["supervised"] == one["supervised"] and two["nodes"] == one["nodes"]
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert two["alpha"] == pytest.approx(one["alpha"], abs=1e-5)
+    target = Target.from_pretrained(folders / "target")
+    weights = [Drafter.from_pretrained(tmp_path / out / "specopd", target, torch.float32).fc.weight
+               for out in ("two", "one")]  # fmt: skip
+    torch.testing.assert_close(*weights, atol=1e-3, rtol=0)
+    refused = train(folders, tmp_path, 2, "--out", "odd", "--batch-size", 3)
+    assert refused.returncode != 0 and "--batch-size 3 is no multiple of the 2" in refused.stderr
