@@ -13,6 +13,7 @@ from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_
 from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers
+from prepare import batch_rows
 from serve import generate
 from target import Target, Trunks
 from train import TrainConfig
@@ -207,7 +208,7 @@ def bench_throughput(config: BenchConfig) -> dict:
 def _one_step(config: TrainConfig, drafter, trunks: Trunks, stop_ids, optimizers, step: int) -> int:
     """A training step as train.py makes it -> its supervised tokens."""
     references = trunks.references
-    rows = train.batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+    rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
     if config.mode == "rollout":
         rollout = train.decode(config, drafter, references, rows, step, stop_ids)
         batch = rollout.trunk, rollout.anchors, None, stop_ids, rollout

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import data
 from data import References
@@ -115,3 +116,13 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
         ).to(config.device)
     drafter.config.check(target, tokenizer)
     return drafter
+
+
+def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
+    """Which references a step sees: epochs in a fresh order each, from (seed, step) alone."""
+    places = torch.arange(step * batch_size, (step + 1) * batch_size)
+    orders = {}
+    for epoch in (places // count).unique().tolist():
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        orders[epoch] = torch.randperm(count, generator=generator)
+    return torch.stack([orders[int(place) // count][int(place) % count] for place in places])

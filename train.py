@@ -40,7 +40,7 @@ from drafter_config import MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Acceptance, Measure, decoding_speed
-from prepare import ARCHITECTURES, prepare, start_drafter, weights_of
+from prepare import ARCHITECTURES, batch_rows, prepare, start_drafter, weights_of
 from rollout import Rollout, collect
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
@@ -94,7 +94,10 @@ class TrainConfig:
     loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd", low=0)
     confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
-    detach_confidence: bool = flag(False, "the confidence head's loss teaches that head alone")
+    # NOTE(paper): E2E-TV's gradient is small beside this one, which then undoes what it gains
+    detach_confidence: str = flag("online", "when that loss teaches its head alone: online (not in "
+                                  "ce), always, never",
+                                  choices=("online", "always", "never"))  # fmt: skip
     ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0)
     merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
     matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
@@ -189,6 +192,8 @@ def step_loss(
 
     first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
 
+    alone = {"always": True, "online": config.mode != "ce"}.get(config.detach_confidence, False)
+
     def loss_of(terms, tokens, valid, p_hidden, head=drafter.logits):
         q_rows, p_rows, before_rows, token_rows, valid_rows = (
             t.flatten(0, 1) for t in (hidden, p_hidden, history(first, tokens), tokens, valid)
@@ -197,8 +202,7 @@ def step_loss(
         return losses.chunked(
             terms, q_rows, head, valid_rows, p_hidden=p_rows, p_head=target.head,
             before=before_rows, tokens=token_rows, temperature=temperature, decay=config.ce_decay,
-            confidence=partial(drafter.confidence, detached=config.detach_confidence),
-            total=distributed.total,
+            confidence=partial(drafter.confidence, detached=alone), total=distributed.total,
         )  # fmt: skip
 
     sure = {"confidence": config.confidence_weight if drafter.says_confidence else 0.0}
@@ -231,16 +235,6 @@ class Step(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------- the loop
-
-
-def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
-    """Which references a step sees: epochs in a fresh order each, from (seed, step) alone."""
-    places = torch.arange(step * batch_size, (step + 1) * batch_size)
-    orders = {}
-    for epoch in (places // count).unique().tolist():
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        orders[epoch] = torch.randperm(count, generator=generator)
-    return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
 
 
 def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:

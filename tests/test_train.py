@@ -82,7 +82,7 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
             q_all.append(drafter.logits(hidden, before, labels)[0])
             base_all.append(drafter.unary(hidden)[0])
             if drafter.says_confidence:
-                sure_all.append(drafter.confidence(hidden, before)[0].sigmoid())
+                sure_all.append(drafter.confidence(hidden, before, mode != "ce")[0].sigmoid())
             valid_all.append(torch.arange(W) < len(ids))
             if mode == "ce":  # the target drew MASK or a row beyond the tokenizer: no label for q
                 valid_all[-1] &= tokens_all[-1] < target.num_tokens
