@@ -6,7 +6,7 @@ verified:
 
     threshold    up to the first draft with c_k below it
     throughput   over the whole batch in order of survival, while the expected tokens per second,
-                 (rows + sum of survivals) / seconds(rows + drafts), rise, up to the first drop
+                 (rows + sum of survivals) / seconds of such a round, rise, up to the first drop
 
 The second is the rule of an engine that packs its rows. Here a batch is padded to its longest row,
 so that of what the rule saves in a batch only the columns that no row needs are saved.
@@ -22,7 +22,7 @@ too sure or not sure enough; one temperature per position, fitted in order on he
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -36,7 +36,6 @@ from files import flag
 from measure import Measure, evaluate
 from serve import generate
 from target import Target
-from tree import build_tree
 
 FILE = "confidence.json"  # beside a drafter: its temperatures, and what scoring costs
 
@@ -56,30 +55,45 @@ class Threshold:
 
 @dataclass
 class Throughput:
-    """Verify what raises the expected tokens per second. seconds[n-1]: of a round that scores n
-    tokens in all; beyond the last it grows as it did at the end."""
+    """Verify what raises the expected tokens per second. seconds (W+1,): of a whole round, drafting
+    and all, in which every row verifies 0, 1, ... W drafts."""
 
     seconds: Tensor
     temperatures: Tensor | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Confidence logits (B,W) -> drafts to verify (B,)."""
-        (B, W), device = logits.shape, logits.device
+        B, W = logits.shape
         survival = calibrated(logits, self.temperatures).sigmoid().cumprod(-1)  # (B, W)
         order = survival.flatten().argsort(descending=True, stable=True)  # a row's own in order
         tokens = B + survival.flatten()[order].cumsum(0)  # expected, with so many drafts admitted
         tokens = torch.cat([tokens.new_full((1,), B), tokens])  # (B*W+1,)
-        rate = tokens / self.cost(B + torch.arange(B * W + 1, device=device))
+        rate = tokens / self.cost(torch.arange(B * W + 1, device=logits.device) / B)
         rising = (rate[1:] > rate[:-1]).long().cumprod(0)  # up to the first drop
         admitted = torch.zeros_like(rising).scatter(0, order, rising)
         return admitted.view(B, W).cumprod(-1).sum(-1)
 
-    def cost(self, count: Tensor) -> Tensor:
-        """Seconds of a round that scores `count` tokens."""
-        seconds = self.seconds.to(count.device)
-        last = len(seconds)
-        slope = (seconds[-1] - seconds[-2]) if last > 1 else seconds.new_zeros(())
-        return seconds[(count - 1).clamp(max=last - 1)] + slope * (count - last).clamp(min=0)
+    def cost(self, drafts: Tensor) -> Tensor:
+        """Seconds of a round that verifies so many drafts (n,) a row on average."""
+        seconds = self.seconds.to(drafts.device)
+        low = drafts.long().clamp(max=len(seconds) - 2)
+        return torch.lerp(seconds[low], seconds[low + 1], drafts - low)
+
+
+@dataclass
+class Stopwatch:
+    """Always verifies `count` drafts, and keeps the time of every round of `rows` rows."""
+
+    count: int
+    rows: int
+    times: list = field(default_factory=list)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        keep = torch.full_like(logits[:, 0], self.count, dtype=torch.long)
+        if len(logits) == self.rows:
+            float(logits[0, 0])  # waits for the device
+            self.times.append(time.perf_counter())
+        return keep
 
 
 def calibrated(logits: Tensor, temperatures: Tensor | None) -> Tensor:
@@ -145,42 +159,41 @@ def rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tenso
     return torch.stack(kept), torch.tensor(counts)
 
 
-@torch.inference_mode()
-def profile(target, measure: Measure, most: int, repeats: int = 5) -> Tensor:
-    """Seconds of scoring 1..most tokens of one row behind a prompt, (most,), made monotonous."""
-    prompt = torch.tensor([measure.prompts[0]], device=target.lm_head.weight.device)
-    lengths = torch.tensor([prompt.shape[1]], device=prompt.device)
-    trunk = target.prefill(prompt, lengths, most + 1, checkpoint_every=0)
-    upto = torch.cat([trunk.tokens[:, : prompt.shape[1]], prompt[:, :1]], 1)
+def profile(target, drafter, measure: Measure, rows: int, most: int = 24) -> Tensor:
+    """Seconds of a whole round in which each of so many rows verifies 0, 1, ... W drafts (W+1,),
+    the fastest of real rounds, made monotonous."""
     best = []
-    for count in range(1, most + 1):
-        drafts = torch.zeros(1, 1, 1, count - 1, dtype=torch.long, device=prompt.device)
-        times = []
-        for _ in range(repeats + 1):
-            begin = time.perf_counter()
-            tree = build_tree(upto, lengths, lengths[:, None], drafts, False, True)
-            float(target.head(target.score(trunk, tree).hidden).sum())  # waits for the device
-            times.append(time.perf_counter() - begin)
-        best.append(min(times))
+    for count in range(drafter.config.num_draft_tokens + 1):
+        watch = Stopwatch(count, rows)
+        prompts = (measure.prompts * (1 + rows // len(measure.prompts)))[:rows]
+        generate(target, drafter, prompts, most, seed=measure.seed, batch_size=rows, choose=watch)
+        if len(watch.times) < 2:
+            raise ValueError("too few rounds to profile: more tokens per prompt are needed")
+        best.append(torch.tensor(watch.times, dtype=torch.double).diff().min().item())
     return torch.tensor(best).cummax(0).values
 
 
-def load_rule(name: str, least: float, folder, drafts: int) -> Threshold | Throughput:
-    """A rule by name; its temperatures (one for each of `drafts`) and costs are those beside the
-    drafter."""
+def load_rule(name: str, least: float, folder, drafts: int, rows: int) -> Threshold | Throughput:
+    """A rule by name; its temperatures (one for each of `drafts`) and its times of a round (of the
+    measured batch nearest to `rows`) are those beside the drafter."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: python confidence.py makes it")
     found = files.read_json(path)
-    temperatures, seconds = (found.get(key) for key in ("temperatures", "seconds"))
-    for values in (temperatures, seconds):
+    temperatures, seconds = found.get("temperatures"), found.get("seconds")
+    tables = [temperatures, *(seconds.values() if isinstance(seconds, dict) else [])]
+    sizes = [drafts] + [drafts + 1] * (len(tables) - 1)
+    for values, size in zip(tables, sizes):
         if not isinstance(values, list) or not all(isinstance(v, float) and v > 0 for v in values):
             raise ValueError(f"{path} is no calibration: python confidence.py makes one")
-    if len(temperatures) != drafts or not seconds:
-        raise ValueError(f"{path} is of a drafter with other than {drafts} drafts: make it again")
+        if len(values) != size:
+            raise ValueError(f"{path} is of a drafter with other than {drafts} drafts: make it new")
+    if len(tables) < 2 or not all(key.isdigit() for key in seconds):
+        raise ValueError(f"{path} is no calibration: python confidence.py makes one")
     if name == "threshold":
         return Threshold(least, torch.tensor(temperatures))
-    return Throughput(torch.tensor(seconds), torch.tensor(temperatures))
+    nearest = min(seconds, key=lambda key: abs(int(key) - rows))
+    return Throughput(torch.tensor(seconds[nearest]), torch.tensor(temperatures))
 
 
 @dataclass(frozen=True)
@@ -228,15 +241,17 @@ def main():
         gaps[name], rows = reliability(shown, accepted)
         print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
         print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in rows))
-    W = drafter.config.num_draft_tokens
-    seconds = profile(target, first, max(config.batch_sizes) * (W + 1))
-    found = {"temperatures": temperatures.tolist(), "seconds": seconds.tolist(), "gaps": gaps}
+    seconds = {size: profile(target, drafter, first, size) for size in config.batch_sizes}
+    found = {"temperatures": temperatures.tolist(), "gaps": gaps,
+             "seconds": {str(size): table.tolist() for size, table in seconds.items()}}  # fmt: skip
     files.write_json(Path(config.drafter) / FILE, found)
-    print(f"scoring 1 token {1e3 * seconds[0]:.2f} ms, {W + 1}: {1e3 * seconds[W]:.2f} ms")
+    for size, table in seconds.items():
+        print(f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: "
+              + " ".join(f"{1e3 * t:.1f}" for t in table.tolist()))  # fmt: skip
     print(" batch rule          AL  verified a round   tokens/s")
-    rules = {"all": None, "threshold": Threshold(config.threshold, temperatures),
-             "throughput": Throughput(seconds, temperatures)}  # fmt: skip
     for size in config.batch_sizes:
+        rules = {"all": None, "threshold": Threshold(config.threshold, temperatures),
+                 "throughput": Throughput(seconds[size], temperatures)}  # fmt: skip
         for name, rule in rules.items():
             how = dict(batch_size=size, choose=rule)
             evaluate(target, drafter, second.prompts[:size], 8, config.temperature, **how)

@@ -380,8 +380,9 @@ def main():
         from confidence import load_rule  # it builds on this file
 
         drafts = drafter.config.num_draft_tokens
+        rows = min(config.batch_size, len(prompts) or config.batch_size)
         K["choose"] = load_rule(
-            config.verify_by, config.confidence_threshold, config.drafter, drafts
+            config.verify_by, config.confidence_threshold, config.drafter, drafts, rows
         )
     if config.eval:
         return measure_tasks(config, target, drafter, tokenizer, K)

@@ -1,12 +1,22 @@
 """Verifying fewer drafts where the drafter is unsure: lossless, calibrated, and by the rule.
 `pytest tests/test_confidence.py`"""
 
+import json
+
 import pytest
 import torch
 from conftest import DRAFTERS, SPARK, small_drafter, small_target
 from test_serve import Outcomes, distance, plain_distribution, prompts
 
-from confidence import Threshold, Throughput, fit_temperatures, profile, reliability, rounds
+from confidence import (
+    Threshold,
+    Throughput,
+    fit_temperatures,
+    load_rule,
+    profile,
+    reliability,
+    rounds,
+)  # fmt: skip
 from drafter import DSpark, Sampling
 from measure import Measure
 from serve import generate
@@ -82,7 +92,7 @@ def test_a_rule_that_knows_the_draft_it_judges_is_noticed(monkeypatch, pair):
 def test_greedy_text_is_plain_decodings_in_batches_that_verify_unequal_numbers(target, rule):
     drafter = small_drafter(target, **DRAFTERS["dspark gated"])
     asked, lengths = prompts(9), set()
-    rule = Threshold(0.5) if rule == "threshold" else Throughput(torch.linspace(1.0, 3.0, 45))
+    rule = Threshold(0.5) if rule == "threshold" else Throughput(torch.linspace(1.0, 2.2, 5))
 
     def watched(logits):
         kept = rule(logits)
@@ -102,26 +112,26 @@ def test_greedy_text_is_plain_decodings_in_batches_that_verify_unequal_numbers(t
 def test_the_throughput_rule_admits_by_survival_until_the_rate_first_drops():
     logits = torch.tensor([[2.0, -1.0, 3.0], [0.5, 0.5, 0.5]])
     survival = logits.sigmoid().cumprod(-1)
-    seconds = torch.tensor([1.0, 1.0, 1.1, 1.5, 2.2, 3.0, 4.0, 5.0])
+    seconds = torch.tensor([1.0, 1.2, 1.8, 3.0])  # of rounds with 0, 1, 2, 3 drafts a row
+    between = [1.0, 1.1, 1.2, 1.5, 1.8, 2.4, 3.0]  # and so with 0, 1/2, 1, ... on average
     ranked = sorted((-survival[b, k].item(), b, k) for b in range(2) for k in range(3))
-    tokens, count, best, expected = 2.0, 2, 2.0 / seconds[1], [0, 0]
+    tokens, count, best, expected = 2.0, 0, 2.0 / between[0], [0, 0]
     for minus, b, _ in ranked:
         tokens, count = tokens - minus, count + 1
-        if tokens / seconds[count - 1] <= best:
+        if tokens / between[count] <= best:
             break
-        best = tokens / seconds[count - 1]
+        best = tokens / between[count]
         expected[b] += 1
     assert Throughput(seconds)(logits).tolist() == expected and 0 < sum(expected) < 6
-    assert Throughput(torch.ones(8))(logits).tolist() == [3, 3]  # more tokens cost nothing
-    # where each token costs as much as the first, and so beyond the table
-    assert Throughput(torch.arange(1.0, 9.0))(logits).tolist() == [0, 0]
-    assert Throughput(torch.tensor([1.0, 2.0]))(logits).tolist() == [0, 0]
+    assert Throughput(torch.ones(4))(logits).tolist() == [3, 3]  # more drafts cost nothing
+    # where each draft costs as much as a whole round
+    assert Throughput(torch.arange(1.0, 5.0))(logits).tolist() == [0, 0]
 
 
 def test_rules_sum_in_float32_whatever_the_drafters_dtype():
     logits = torch.randn(64, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rule = Throughput(1 + 0.01 * torch.arange(512))
-    assert torch.equal(rule(logits), rule(logits.float())) and rule(logits).sum() > 50
+    rule = Throughput(1 + 0.4 * torch.arange(8))
+    assert torch.equal(rule(logits), rule(logits.float())) and rule(logits).sum() > 30
 
 
 def test_temperatures_are_found_again_and_make_survival_reliable():
@@ -148,5 +158,22 @@ def test_rounds_and_profile_measure_what_decoding_does(target):
     stop = generate(target, None, measure.prompts[:1], 20, 1.0)[0].tokens[7]
     cut = rounds(target, drafter, Measure(prompts(3), 20, (stop,), 0), 1.0)
     assert len(cut[0]) == len(cut[1]) < len(accepted)  # rounds that end a text say too little
-    seconds = profile(target, measure, 6, repeats=1)
-    assert seconds.shape == (6,) and (seconds > 0).all() and (seconds.diff() >= 0).all()
+    seconds = profile(target, drafter, measure, rows=2)
+    assert seconds.shape == (5,) and (seconds > 0).all() and (seconds.diff() >= 0).all()
+
+
+def test_a_calibration_that_does_not_fit_is_named(tmp_path):
+    file = tmp_path / "confidence.json"
+    good = {"temperatures": [1.0, 2.0], "seconds": {"1": [0.1, 0.2, 0.3], "8": [0.4, 0.5, 0.6]}}
+    file.write_text(json.dumps(good))
+    rule = load_rule("throughput", 0.5, tmp_path, 2, 6)
+    assert rule.seconds.tolist() == pytest.approx([0.4, 0.5, 0.6])
+    for bad, word in (
+        ({}, "no calibration"), (good | {"temperatures": [1.0]}, "other than 2"),
+        (good | {"seconds": []}, "no calibration"), (good | {"seconds": {}}, "no calibration"),
+        (good | {"temperatures": [0.0, 1.0]}, "no calibration"),
+        (good | {"seconds": {"1": [0.1]}}, "other than 2"),
+    ):  # fmt: skip
+        file.write_text(json.dumps(bad))
+        with pytest.raises(ValueError, match=word):
+            load_rule("throughput", 0.5, tmp_path, 2, 1)
