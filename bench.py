@@ -47,10 +47,11 @@ class BenchConfig:
                                "throughput, hf: one",
                                kind=int, low=2)  # fmt: skip
     num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several", kind=int, low=1)
-    num_branches: int = flag(1, "tree, throughput: branches per anchor", low=1)
+    num_branches: int = flag(1, "tree: branches per anchor; throughput: beside 1 and 2", low=1)
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
-    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task", low=1)
-    prompt_length: int = flag(64, "decode: tokens of a prompt; al: at most", low=1)
+    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; "
+                            "throughput: 32 at least", low=1)  # fmt: skip
+    prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
     max_new_tokens: int = flag(200, "decode, al: tokens generated per prompt", low=2)
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "empty: what the target's config names", choices=files.DTYPES)

@@ -26,7 +26,7 @@ def start(device: str) -> str:
     """Join the processes that torchrun started, if it did -> this one's device."""
     if "RANK" not in os.environ:
         return device
-    if device == "cuda":
+    if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
@@ -70,8 +70,6 @@ def in_turn(make):
 
 def own(rows: Tensor) -> Tensor:
     """This process's part of a batch (n,)."""
-    if len(rows) % size():
-        raise ValueError(f"--batch-size {len(rows)} is no multiple of the {size()} processes")
     return rows[rank() :: size()]
 
 

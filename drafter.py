@@ -36,6 +36,7 @@ from target import Target, Trunk
 from tree import at, block_view, place, with_room
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
+ANCHORS = 32  # whose blocks run together
 PLAIN = Sampling()
 
 
@@ -168,12 +169,15 @@ class Drafter(nn.Module):
     # -- the block
 
     def block(self, trunk: Trunk, anchors: Tensor, memory: Memory | None = None) -> Tensor:
-        """Final hidden (B,A,W,C) of the blocks at anchors (B,A), all in one pass. The trunk gives
-        the anchors' tokens and, without a memory, the context."""
-        config, (B, A) = self.config, anchors.shape
-        b = config.block_size
+        """Final hidden (B,A,W,C) of the blocks at anchors (B,A). The trunk gives the anchors'
+        tokens and, without a memory, the context. Many anchors in parts: a block's keys are columns
+        of every other's mask."""
         if memory is None:
             memory = self.remember(trunk)
+        if anchors.shape[1] > ANCHORS:
+            parts = [self.block(trunk, part, memory) for part in anchors.split(ANCHORS, 1)]
+            return torch.cat(parts, 1)
+        config, (B, A), b = self.config, anchors.shape, self.config.block_size
         first = trunk.tokens.gather(1, anchors.clamp(min=0))[..., None]  # (B, A, 1)
         masks = first.new_full((B, A, b - 1), config.mask_token_id)
         tokens = torch.cat([first, masks], -1).view(B, A * b)
@@ -320,8 +324,8 @@ class Drafter(nn.Module):
 
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:
         """config.json and model.safetensors, flat names, bfloat16: what engines load."""
-        folder, tensors = Path(folder), dict(self.state_dict())
-        save_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
+        folder, tensors = Path(folder), {k: v.to(dtype) for k, v in self.state_dict().items()}
+        save_tensors(folder / "model.safetensors", tensors)
         write_json(folder / "config.json", self.config.to_dict() | {"dtype": str(dtype)[6:]})
 
 
@@ -420,10 +424,8 @@ def main():
     target = Target.toy(num_hidden_layers=4, hidden_size=32, intermediate_size=64)
     target.num_tokens = 258
     drafter = Drafter.fresh(target, block_size=4)
-    own = sum(p.numel() for p in drafter.parameters())
-    print(f"taps {drafter.config.target_layer_ids} of 4 layers; {own} parameters of its own")
-    tokens = torch.arange(65, 75)[None]
-    trunk = target.prefill(tokens, torch.tensor([10]))
+    print(f"taps {drafter.config.target_layer_ids} of 4 layers")
+    trunk = target.prefill(torch.arange(65, 75)[None], torch.tensor([10]))
     anchors = torch.tensor([[3, 6]])
     print("context x_0..x_9, blocks of 4 at anchors 3 and 6: [x_a, MASK, MASK, MASK]\n")
     mask = block_view(anchors, 4, 10).mask[0, 0].int()
@@ -433,14 +435,12 @@ def main():
         position = 3 + 3 * (n // 4) + n % 4
         seen = f"{cells[0]} | {cells[1]}    {cells[2]}"
         print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {seen}")
-    generator = torch.Generator().manual_seed(0)
-    proposal = drafter.propose(trunk, anchors, 2, Sampling(1.0), generator)
-    q = proposal.probs()
+    proposal = drafter.propose(trunk, anchors, 2, PLAIN, torch.Generator().manual_seed(0))
     print("\ntwo branches each, drawn from one q per slot (untrained: near uniform):")
     for a, anchor in enumerate(anchors[0].tolist()):
         for k in range(2):
             ids = proposal.tokens[0, a, k]
-            chance = q[0, a, k].gather(-1, ids[:, None])[:, 0]
+            chance = proposal.probs()[0, a, k].gather(-1, ids[:, None])[:, 0]
             shown = [round(c, 4) for c in chance.tolist()]
             print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {shown}")
 

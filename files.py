@@ -176,6 +176,11 @@ def exit_code(main) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise
+        print(f"error: another process failed: {str(error).splitlines()[0]:.120}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         if os.environ.get("SPECOPD_TRACEBACK"):
             raise

@@ -45,17 +45,18 @@ class Acceptance:
         return (self.survived.sum(0) / self.rounds.sum()).tolist()
 
     @property
-    def conditional(self) -> list[float]:
-        """How often draft k is accepted where all before it were; nan where that never was."""
+    def conditional(self) -> list:
+        """How often draft k is accepted where all before it were; None where that never was."""
         before = [1.0, *self.survival[:-1]]
-        return [s / b if b else float("nan") for s, b in zip(self.survival, before)]
+        return [s / b if b else None for s, b in zip(self.survival, before)]
 
     def resampled(self, samples: int = 2000, seed: int = 0) -> Tensor:
         """ALs of so many draws of prompts with replacement; of one seed and number of prompts they
         draw the same ones."""
         P = len(self.rounds)
         picks = torch.randint(P, (samples, P), generator=torch.Generator().manual_seed(seed))
-        return self.committed[picks].sum(1).double() / self.rounds[picks].sum(1).double()
+        rounds = self.rounds[picks].sum(1).double()  # 0 where only prompts without any were drawn
+        return torch.where(rounds > 0, self.committed[picks].sum(1) / rounds, self.mean)
 
     def interval(self, other: "Acceptance | None" = None) -> tuple[float, float]:
         """95 % bootstrap interval over prompts: of the AL, or of its paired difference to
@@ -160,7 +161,8 @@ def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **h
     for temperature in temperatures:
         evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, temperature)  # warms up
         found = by_task(target, drafter, tasks, max_new_tokens, temperature, **how)
-        plain = {k: v for k, v in how.items() if k in ("seed", "stop_ids", "batch_size")}
+        sampling = ("seed", "stop_ids", "batch_size", "top_k", "top_p")
+        plain = {k: v for k, v in how.items() if k in sampling}
         plain = by_task(target, None, tasks, max_new_tokens, temperature, **plain)
         print(f"\ntemperature {temperature:g}, {max_new_tokens} tokens a prompt\n"
               "task          prompts     AL   95 % interval  repeated   tokens/s   plain    "
@@ -184,6 +186,7 @@ def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **h
         for title, values in (("survival", "survival"), ("given those before", "conditional")):
             print(f"{title}: share of rounds that accept draft 1, 2, ...")
             for name, row in rows.items():
-                print(f"  {name[:14]:14s}" + " ".join(f"{v:6.3f}" for v in row[values]))
+                shown = ("     -" if v is None else f"{v:6.3f}" for v in row[values])
+                print(f"  {name[:14]:14s}" + " ".join(shown))
         figures[f"t{temperature:g}"] = {"tasks": rows, "mean": mean, "interval": (low, high)}
     return figures

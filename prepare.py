@@ -83,6 +83,11 @@ def prepare(config, out: Path):
                              config.prompt_length, config.seed + 1)  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
+    longest = int(references.prompt_lengths.max()) + config.response_length
+    if config.mode == "rollout" and longest > target.config.max_position_embeddings:
+        limit = target.config.max_position_embeddings
+        raise ValueError(f"a prompt and --response-length {config.response_length} make {longest} "
+                         f"tokens, the target's limit is {limit}")  # fmt: skip
     return target, tokenizer, measure, references
 
 
@@ -123,6 +128,6 @@ def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
     places = torch.arange(step * batch_size, (step + 1) * batch_size)
     orders = {}
     for epoch in (places // count).unique().tolist():
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
         orders[epoch] = torch.randperm(count, generator=generator)
     return torch.stack([orders[int(place) // count][int(place) % count] for place in places])

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter import Drafter
 from serve import generate
 from target import Target, Trunk
-from tree import at, place, with_room
+from tree import at, with_room
 
 
 @dataclass
@@ -49,9 +49,8 @@ class Recorder:
         B, W = len(self.taps), drafts.shape[1]
         rows = torch.tensor(alive, device=drafts.device)
         slots = anchors + torch.arange(W + 1, device=anchors.device)
-        kept = self.taps[rows]
-        place(kept, at(scored.taps, path.clamp(min=0)), slots)  # rejected ones are overwritten next
-        self.taps[rows] = kept
+        # rejected ones are overwritten by the next round
+        self.taps[rows[:, None], slots] = at(scored.taps, path.clamp(min=0))
         hidden = scored.hidden[:, 0, 0, :W]  # (B', W, C)
         parts = {"anchors": anchors[:, 0], "tokens": drafts, "hidden": hidden}
         whole = {"anchors": anchors.new_full((B,), -1), "tokens": drafts.new_zeros(B, W),

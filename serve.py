@@ -170,7 +170,7 @@ def _generate_batch(
     noise = None
     # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
     if sampling.temperature > 0 or K > 1:
-        seeds = (seed * 1_000_003 + place for place in places)
+        seeds = ((seed * 1_000_003 + place) % (2**63 - 1) for place in places)
         generators = [torch.Generator().manual_seed(s) for s in seeds]
         noise = torch.stack([torch.rand(max_new, (K + 1) * W + 1, generator=g) for g in generators])
         noise = noise.to(device)
@@ -340,11 +340,14 @@ def measure_tasks(config: ServeConfig, target, drafter, tokenizer, how: dict) ->
 
     if not drafter:
         raise ValueError("--eval needs --drafter")
+    if config.num_branches > 1 and max(config.temperatures) > 0:
+        raise ValueError("--num-branches above 1 is for greedy decoding: --temperatures 0")
     size = config.eval_prompts, config.eval_length
     tasks = read_tasks(config.eval, tokenizer, *size, config.seed)
     figures = report_tasks(
         target, drafter, tasks, config.max_new_tokens, config.temperatures, seed=config.seed,
-        stop_ids=tokenizer.stop_ids, batch_size=config.batch_size, **how,
+        stop_ids=tokenizer.stop_ids, batch_size=config.batch_size, top_k=config.top_k,
+        top_p=config.top_p, **how,
     )  # fmt: skip
     if config.out:
         path = Path(config.out) / "summary.json"

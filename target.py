@@ -313,6 +313,8 @@ class Trunks:
 
     def __init__(self, target: Target, references: References, cache_gib: float, every=None):
         self.target, self.references, self.every, self.cache = target, references, every, None
+        if not cache_gib:
+            return
         parts = torch.arange(len(references.lengths)).split(32)
         pieces = [self._prefill(parts[0])]
         if pieces[0].nbytes * len(references.lengths) / len(parts[0]) > cache_gib * 2**30:

@@ -92,7 +92,7 @@ class TrainConfig:
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
     rollout_updates: int = flag(1, "rollout: steps on the blocks of one decoding", low=1)
     loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
-    ce_weight: float = flag(0.0, "share of offline CE mixed into e2e and specopd", low=0)
+    ce_weight: float = flag(0.0, "share of CE on the text mixed into e2e, specopd, rollout", low=0)
     confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
     # NOTE(paper): E2E-TV's gradient is small beside this one, which then undoes what it gains
     detach_confidence: str = flag("online", "when that loss teaches its head alone: online (not in "
@@ -427,6 +427,8 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
 def main():
     config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
     config = replace(config, device=distributed.start(config.device))
+    if config.batch_size % (size := distributed.size()):
+        raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes")
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":
@@ -435,7 +437,8 @@ def main():
         return story(config, out)
     target, tokenizer, measure, references = distributed.in_turn(lambda: prepare(config, out))
     drafter = start_drafter(config, target, tokenizer)
-    trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
+    kept = 0.0 if config.mode == "rollout" else config.cache_gib  # which reads no reference's trunk
+    trunks = Trunks(target, references, kept, config.checkpoint_every or None)
     print(json.dumps(train(config, drafter, trunks, measure, out / config.mode)))
     distributed.stop()
 

@@ -142,6 +142,14 @@ def test_the_memory_of_sliding_layers_does_not_grow_with_the_text(target):
     assert all(s.shape[1] == 400 for s in drafter.remember(trunk, 100).states)
 
 
+def test_blocks_run_in_parts_are_the_same_blocks(target, drafter, monkeypatch):
+    tokens, lengths, anchors = case(target)
+    trunk = target.prefill(tokens, lengths)
+    whole = drafter.block(trunk, anchors)
+    monkeypatch.setattr("drafter.ANCHORS", 2)
+    torch.testing.assert_close(drafter.block(trunk, anchors), whole, atol=1e-5, rtol=1e-5)
+
+
 def test_a_block_sees_nothing_at_or_behind_its_anchor_and_no_other_block(target, drafter):
     tokens, lengths, _ = case(target)
     anchors = torch.tensor([[4, 9], [4, 9], [4, 9]])

@@ -441,6 +441,10 @@ def test_conditional_rates_multiply_to_survival_and_loops_are_counted():
     one = Acceptance(*torch.tensor([[9, 9], [10, 6], [50, 30]]), torch.zeros(2), survived, 1.0)
     assert one.survival == pytest.approx([12 / 16, 6 / 16, 2 / 16, 0])
     assert one.conditional == pytest.approx([12 / 16, 1 / 2, 1 / 3, 0])
+    counts = torch.tensor([[5, 6, 0], [3, 3, 0], [9, 9, 0]])
+    rare = Acceptance(*counts, torch.zeros(3), torch.tensor([[2, 0], [2, 0], [0, 0]]), 1.0)
+    assert rare.conditional == [pytest.approx(4 / 6), 0.0] and rare.mean == 11 / 6
+    assert 1.6 < rare.interval()[0] <= rare.mean <= rare.interval()[1] < 2.1
     assert repetition([1, 2, 3, 4] * 8, 4) == pytest.approx(1 - 4 / 29)
     assert repetition(list(range(30))) == 0 and repetition([1, 2]) == 0
 
