@@ -1,6 +1,7 @@
 """Each concept file runs as a lesson, and every command line answers mistakes in one line with exit
 code 2. `pytest tests/test_lessons.py`"""
 
+import importlib
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, small_drafter, small_target
 
+import files
 from data import write_byte_tokenizer
 
 
@@ -185,7 +187,9 @@ def test_serve_measures_al_by_task(folders, tmp_path):
         (["bench.py", "al", "--target", "T", "--drafters", "D", "--tasks", "none.jsonl"], "none.j"),
     ],
 )
-def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, arguments, word):
+def test_bad_input_ends_in_one_clear_line_and_code_2(
+    folders, tmp_path, monkeypatch, capsys, arguments, word
+):
     target = folders / "target"
     cut, shape = (tmp_path / n for n in ("cut", "shape"))
     for copy in (cut, shape):
@@ -210,11 +214,22 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(folders, tmp_path, argument
              "LIST": tmp_path / "list"}  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     script, *rest = [names.get(a, a) for a in arguments]
-    done = run(ROOT / script, *rest, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and word in lines[0] and "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *map(str, rest)])
+    try:
+        code = files.exit_code(importlib.import_module(script.removesuffix(".py")).main)
+    except SystemExit as stop:  # what argparse does
+        code = stop.code
+    errors = capsys.readouterr().err
+    assert code == 2 and len(errors.strip().splitlines()) == 1 and word in errors
     assert sorted(tmp_path.rglob("*")) == before  # nothing written, nothing lost
+
+
+@pytest.mark.parametrize("script", ["serve.py", "train.py"])
+def test_so_it_does_from_a_shell(tmp_path, script):
+    done = run(ROOT / script, "--target", "nowhere", "--prompt", "a")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_the_readme_counts_the_lines_of_every_file():
