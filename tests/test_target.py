@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import ARCHS, small_target, state_gap
 
+import replay
 from data import write_byte_tokenizer
 from target import Target, default_taps
 from tree import build_tree
@@ -172,12 +173,14 @@ def test_rows_beyond_the_tokenizer_are_known(tmp_path):
     assert Target.from_pretrained(tmp_path).num_tokens == 258
 
 
-def test_recurrent_states_take_about_the_memory_of_what_is_kept_of_each_token():
-    target = Target.toy("gdn")
-    tokens, lengths = text(1, 160), torch.tensor([160])
-    state = target.prefill(tokens, lengths).states[0]
+def test_recurrent_states_take_no_more_memory_than_what_is_kept_of_each_token():
+    wide = Target.toy("gdn", linear_key_head_dim=256, linear_value_head_dim=256)
+    tokens, lengths = text(1, 220), torch.tensor([220])
+    state = wide.prefill(tokens, lengths).states[0]
     tokens_take = sum(state[name].nbytes for name in ("qkv", "k", "u", "g"))
-    assert 0.7 < state["states"].nbytes / tokens_take < 1.3
+    assert 0.7 < state["states"].nbytes / tokens_take < 1.1
+    small = Target.toy("gdn")  # and are no closer than a chunk
+    assert replay.spacing(wide.config, 4) > replay.spacing(small.config, 4) == replay.CHUNK
 
 
 @pytest.mark.parametrize("arch", ["gdn", "qsa"])
