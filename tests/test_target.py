@@ -175,10 +175,10 @@ def test_rows_beyond_the_tokenizer_are_known(tmp_path):
 
 def test_recurrent_states_take_no_more_memory_than_what_is_kept_of_each_token():
     wide = Target.toy("gdn", linear_key_head_dim=256, linear_value_head_dim=256)
-    tokens, lengths = text(1, 220), torch.tensor([220])
+    tokens, lengths = text(1, 800), torch.tensor([800])
     state = wide.prefill(tokens, lengths).states[0]
     tokens_take = sum(state[name].nbytes for name in ("qkv", "k", "u", "g"))
-    assert 0.7 < state["states"].nbytes / tokens_take < 1.1
+    assert 0.7 < state["states"].nbytes / tokens_take < 1.15
     small = Target.toy("gdn")  # and are no closer than a chunk
     assert replay.spacing(wide.config, 4) > replay.spacing(small.config, 4) == replay.CHUNK
 
