@@ -13,13 +13,21 @@ from measure import Measure, by_task, decoding_speed, evaluate, read_tasks
 from target import Target
 
 
+def loaded(config: BenchConfig, command: str):
+    """Target, drafter, stop ids and held-out prompts of a command that decodes."""
+    if not (config.target and config.drafter):
+        raise ValueError(
+            f"{command} needs --target FOLDER and --drafter FOLDER (train.py writes both)"
+        )
+    stop_ids = data.load_tokenizer(config.target).stop_ids
+    return *load(config), stop_ids, held_out_prompts(
+        config, config.num_prompts, config.prompt_length
+    )  # fmt: skip
+
+
 def bench_chains(config: BenchConfig) -> dict:
     """Several drafted chains per round against one, by how many tokens the target scores."""
-    if not (config.target and config.drafter):
-        raise ValueError("chains needs --target FOLDER and --drafter FOLDER")
-    target, drafter = load(config)
-    stop_ids = data.load_tokenizer(config.target).stop_ids
-    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    target, drafter, stop_ids, prompts = loaded(config, "chains")
     print(f"{len(prompts)} prompts x {config.max_new_tokens} tokens, temperature 0\n"
           "chains  drafts each | tokens scored a round      AL   95 % interval")  # fmt: skip
     figures = []
@@ -39,11 +47,7 @@ def bench_chains(config: BenchConfig) -> dict:
 
 def bench_decode(config: BenchConfig) -> dict:
     """Greedy, one prompt at a time, plain and speculative in turn; the texts must be the same."""
-    if not (config.target and config.drafter):
-        raise ValueError("decode needs --target FOLDER and --drafter FOLDER (train.py writes both)")
-    target, drafter = load(config)
-    stop_ids = data.load_tokenizer(config.target).stop_ids
-    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    target, drafter, stop_ids, prompts = loaded(config, "decode")
     measure = Measure(prompts, config.max_new_tokens, stop_ids, config.seed)
     speeds = decoding_speed(target, drafter, measure, len(prompts))
     if not speeds["same_text"]:
@@ -86,9 +90,7 @@ def bench_al(config: BenchConfig) -> dict:
     mean across tasks; the same prompts for all."""
     if not (config.target and config.drafters and config.tasks):
         raise ValueError("bench.py al needs --target, --drafters and --tasks")
-    target = Target.from_pretrained(
-        config.target, config.device, getattr(torch, config.dtype, None)
-    )
+    target, _ = load(config)
     tokenizer = data.load_tokenizer(config.target)
     size = config.num_prompts, config.prompt_length
     prompts, figures = read_tasks(config.tasks, tokenizer, *size, config.seed), {}

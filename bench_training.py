@@ -12,11 +12,10 @@ from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_
 from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers
-from prepare import batch_rows
 from serve import generate
 from target import Target, Trunks
 from train import TrainConfig
-from tree import build_tree, draw_anchors
+from tree import build_tree
 
 
 def line_of(xs: list, ys: list) -> tuple[float, float, float]:
@@ -63,10 +62,16 @@ def bench_tree(config: BenchConfig) -> dict:
     return {"rows": figures}
 
 
+def _anchors(config, T: int, A: int) -> tuple[torch.Tensor, torch.Generator]:
+    """A positions (1,A) of a trunk of T, and the generator for what hangs there."""
+    generator = torch.Generator().manual_seed(config.seed)
+    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None]
+    return anchors.to(config.device), generator
+
+
 def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict:
     T = tokens.shape[1]
-    generator = torch.Generator().manual_seed(config.seed)
-    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    anchors, generator = _anchors(config, T, A)
     trunk = target.prefill(tokens, lengths)
     if drafter:
         branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
@@ -110,8 +115,7 @@ def bench_replay(config: BenchConfig) -> dict:
         raise ValueError("replay needs a target with linear layers: --arch gdn, or --target FOLDER")
     T, A, W = config.trunk_length[0], config.num_anchors[0], config.num_draft_tokens
     tokens, lengths = text_of(config, target, T)
-    generator = torch.Generator().manual_seed(config.seed)
-    anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None].to(config.device)
+    anchors, generator = _anchors(config, T, A)
     branches = torch.randint(0, target.num_tokens, (1, A, 1, W), generator=generator)
     tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
     chosen = replay.spacing(target.config, target.lm_head.weight.element_size())
@@ -208,16 +212,7 @@ def bench_throughput(config: BenchConfig) -> dict:
 
 def _one_step(config: TrainConfig, drafter, trunks: Trunks, stop_ids, optimizers, step: int) -> int:
     """A training step, as train.py makes it but for clipping -> its supervised tokens."""
-    references = trunks.references
-    rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
-    if config.mode == "rollout":
-        rollout = train.decode(config, drafter, references, rows, step, stop_ids)
-        batch = rollout.trunk, rollout.anchors, None, stop_ids, rollout
-    else:
-        shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
-        spans = references.prompt_lengths[rows], references.lengths[rows]
-        drawn = draw_anchors(config.seed, step, rows, *spans, shape)
-        batch = trunks(rows), *(t.to(drafter.fc.weight.device) for t in drawn), stop_ids
+    batch = train.next_batch(config, drafter, trunks, step, stop_ids)
     value, figures = train.step_loss(config, drafter, *batch)
     value.backward()
     train.update(optimizers)

@@ -237,7 +237,7 @@ def main():
     print(f"{len(accepted)} rounds at {heat}; each position's confidence is divided by {shown}")
     logits, accepted = rounds(target, drafter, second, config.temperature)
     gaps = {}
-    for name, shown in (("raw", logits), ("calibrated", logits / temperatures)):
+    for name, shown in (("raw", logits), ("calibrated", calibrated(logits, temperatures))):
         gaps[name], rows = reliability(shown, accepted)
         print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
         print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in rows))

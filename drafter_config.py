@@ -17,6 +17,7 @@ KINDS = {  # architectures[0]: kind
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
 }
+ARCHITECTURES = {kind: name for name, kind in reversed(KINDS.items())}  # of a fresh one: the first
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")

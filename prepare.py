@@ -17,13 +17,12 @@ from torch import Tensor
 import data
 from data import References
 from drafter import Drafter
+from drafter_config import ARCHITECTURES
 from files import stage
 from measure import Measure
 from serve import generate
 from target import Target, train_toy
 
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel",
-                 "dflash2": "DFlash2DraftModel"}  # fmt: skip
 
 def make_target(config, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
@@ -75,8 +74,8 @@ def prepare(config, out: Path):
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
     target = Target.from_pretrained(folder, config.device, getattr(torch, config.dtype, None))
     longest = config.prompt_length + max(config.response_length, config.eval_tokens)
-    if longest > target.config.max_position_embeddings:
-        limit = target.config.max_position_embeddings
+    limit = target.config.max_position_embeddings
+    if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
     held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts,
@@ -84,8 +83,7 @@ def prepare(config, out: Path):
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
     longest = int(references.prompt_lengths.max()) + config.response_length
-    if config.mode == "rollout" and longest > target.config.max_position_embeddings:
-        limit = target.config.max_position_embeddings
+    if config.mode == "rollout" and longest > limit:
         raise ValueError(f"a prompt and --response-length {config.response_length} make {longest} "
                          f"tokens, the target's limit is {limit}")  # fmt: skip
     return target, tokenizer, measure, references

@@ -36,11 +36,11 @@ import distributed
 import files
 import loss as losses
 from drafter import Drafter, Sampling, history
-from drafter_config import MARKOV_HEADS
+from drafter_config import ARCHITECTURES, MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Acceptance, Measure, decoding_speed
-from prepare import ARCHITECTURES, batch_rows, prepare, start_drafter, weights_of
+from prepare import batch_rows, prepare, start_drafter, weights_of
 from rollout import Rollout, collect
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
@@ -179,19 +179,16 @@ def step_loss(
         )
         p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
-    elif rollout:
-        hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
-        tokens, p_hidden = rollout.tokens, rollout.p_hidden
-        valid = until_stop(tokens, stop_ids) & present
-        nodes = unmerged = anchors.new_zeros(())
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
-        tokens, valid = reference, labelled if config.mode == "ce" else inside
-        p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)  # p_k from a+k-1
         nodes = unmerged = anchors.new_zeros(())
-
+        if rollout:
+            tokens, p_hidden = rollout.tokens, rollout.p_hidden
+            valid = until_stop(tokens, stop_ids) & present
+        else:  # p_k from a+k-1
+            tokens, valid = reference, labelled if config.mode == "ce" else inside
+            p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
     first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
-
     alone = {"always": True, "online": config.mode != "ce"}.get(config.detach_confidence, False)
 
     def loss_of(terms, tokens, valid, p_hidden, head=drafter.logits):
@@ -248,11 +245,26 @@ def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:
     )  # fmt: skip
 
 
+def next_batch(config, drafter, trunks: Trunks, step: int, stop_ids, rollout=None) -> tuple:
+    """What `step_loss` is given at a step: this process's references with their anchors and
+    uniforms, or the blocks of a decoding, the last one's while --rollout-updates are left of it."""
+    references, device = trunks.references, drafter.fc.weight.device
+    rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
+    rows = distributed.own(rows)
+    if config.mode == "rollout":
+        if rollout is None or step % config.rollout_updates == 0:
+            rollout = decode(config, drafter, references, rows, step, stop_ids)
+        return rollout.trunk, rollout.anchors, None, stop_ids, rollout
+    shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
+    spans = references.prompt_lengths[rows], references.lengths[rows]
+    drawn = draw_anchors(config.seed, step, rows, *spans, shape)
+    return trunks(rows), *(t.to(device) for t in drawn), stop_ids, None
+
+
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
-    target, device, references = drafter.target, drafter.fc.weight.device, trunks.references
+    target, device, rollout = drafter.target, drafter.fc.weight.device, None
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-    shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
     same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
@@ -295,17 +307,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         for step in bar:
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
-            rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
-            rows = distributed.own(rows)
-            spans = references.prompt_lengths[rows], references.lengths[rows]
-            drawn = draw_anchors(config.seed, step, rows, *spans, shape)
-            anchors, uniforms = (t.to(device) for t in drawn)
-            if config.mode == "rollout":
-                if step % config.rollout_updates == 0:
-                    rollout = decode(config, drafter, references, rows, step, measure.stop_ids)
-                batch = rollout.trunk, rollout.anchors, uniforms, measure.stop_ids, rollout
-            else:
-                batch = trunks(rows), anchors, uniforms, measure.stop_ids
+            batch = next_batch(config, drafter, trunks, step, measure.stop_ids, rollout)
+            rollout = batch[-1]
             value, figures = share(*batch)
             (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)

@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from data import write_byte_tokenizer  # noqa: E402
 from drafter import Drafter  # noqa: E402
 from replay import PER_TOKEN, by_position  # noqa: E402
 from target import Target  # noqa: E402
@@ -110,3 +111,15 @@ def target():
 @pytest.fixture
 def drafter(target):
     return small_drafter(target)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """A target and a drafter as train.py leaves them, for texts of 64 bytes."""
+    root = tmp_path_factory.mktemp("folders")
+    target = small_target(vocab_size=264, max_position_embeddings=64)
+    target.num_tokens = 258
+    write_byte_tokenizer(root / "target")
+    target.save_pretrained(root / "target", eos_token_id=256, pad_token_id=257)
+    small_drafter(target).save_pretrained(root / "drafter")
+    return root

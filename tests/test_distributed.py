@@ -13,12 +13,11 @@ from conftest import ARCHS, DRAFTERS, ROOT, small_drafter, small_target
 from test_train import CONFIG, STOP
 
 import distributed
-from data import References, write_byte_tokenizer
+from data import References
 from drafter import Drafter
 from serve import generate
 from target import Target, Trunks
-from train import MODES, Step, batch_rows, decode
-from tree import draw_anchors
+from train import MODES, Step, next_batch
 
 CASES = [(arch, mode, "dflash") for arch in ARCHS for mode in MODES]
 CASES += [("gqa", mode, kind) for mode in ("ce", "specopd") for kind in ("dspark rnn", "dflash2")]
@@ -32,14 +31,7 @@ def gradients(arch: str, mode: str, variant: str) -> dict:
     references = References.from_lists(prompts, texts, 0)
     drafter = small_drafter(target, **DRAFTERS[variant])
     config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1)
-    rows = distributed.own(batch_rows(0, 1, len(references.lengths), 4))
-    spans = references.prompt_lengths[rows], references.lengths[rows]
-    anchors, uniforms = draw_anchors(0, 1, rows, *spans, (4, 2, 4))
-    if mode == "rollout":
-        rollout = decode(config, drafter, references, rows, 1, STOP)
-        batch = rollout.trunk, rollout.anchors, uniforms, STOP, rollout
-    else:
-        batch = Trunks(target, references, 0.0)(rows), anchors, uniforms, STOP
+    batch = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
     share = distributed.shared(Step(config, drafter))
     value, figures = share(*batch)
     (value * distributed.size()).backward()
@@ -78,17 +70,6 @@ def test_the_gradient_does_not_depend_on_the_number_of_processes(tmp_path, size)
             scale = max(tensor.abs().max().item(), 1.0)
             gap = (tensor - together[name]).abs().max().item() / scale
             assert gap < (1e-6 if case[0] == "gqa" else 5e-6), (case, name, gap)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("folders")
-    target = small_target(vocab_size=264, max_position_embeddings=128)
-    target.num_tokens = 258
-    write_byte_tokenizer(root / "target")
-    target.save_pretrained(root / "target", eos_token_id=256, pad_token_id=257)
-    small_drafter(target).save_pretrained(root / "drafter")
-    return root
 
 
 def train(folders, cwd, processes: int, *flags):

@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, small_drafter, small_target
+from conftest import ROOT
 
 import files
-from data import write_byte_tokenizer
 
 
 def run(*arguments, cwd=ROOT):
@@ -30,17 +29,6 @@ def test_a_concept_file_is_a_lesson(tmp_path, file, says):
     done = run(ROOT / file, cwd=tmp_path)
     assert done.returncode == 0 and says in done.stdout and not done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("folders")
-    target = small_target(vocab_size=264, max_position_embeddings=64)
-    target.num_tokens = 258
-    write_byte_tokenizer(root / "target")
-    target.save_pretrained(root / "target", eos_token_id=256, pad_token_id=257)
-    small_drafter(target).save_pretrained(root / "drafter")
-    return root
 
 
 def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
