@@ -213,7 +213,7 @@ def bench_throughput(config: BenchConfig) -> dict:
 def _one_step(config: TrainConfig, drafter, trunks: Trunks, stop_ids, optimizers, step: int) -> int:
     """A training step, as train.py makes it but for clipping -> its supervised tokens."""
     batch = train.next_batch(config, drafter, trunks, step, stop_ids)
-    value, figures = train.step_loss(config, drafter, *batch)
+    value, figures, _ = train.step_loss(config, drafter, *batch)
     value.backward()
     train.update(optimizers)
     return int(figures["supervised"])

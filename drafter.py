@@ -194,7 +194,7 @@ class Drafter(nn.Module):
                 views[kind] = view, self._rope(view.positions)
             view, rope = views[kind]
             x = layer(x, rope, view, {"kv": past})[0]
-        return self.norm(x).view(B, A, b, -1)[:, :, b - config.num_draft_tokens :]
+        return self.norm(x).view(B, A, b, -1)[:, :, b - config.num_draft_tokens :].contiguous()
 
     def proposable(self, ids: Tensor) -> Tensor:
         """Which ids q may hold: not MASK, not a row beyond the tokenizer. (p is never masked.)"""

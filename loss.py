@@ -114,39 +114,39 @@ def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
 # ----------------------------------------------------------------- the same, without the vocabulary
 
 
-def denominator(name: str, mask: Tensor, decay: float = 4.0) -> Tensor:
-    """What a loss's numerator is divided by, from the mask (..., W) alone: valid positions, or
-    their weights. Summed over processes before dividing, it makes many ranks give the gradient of
-    one."""
-    valid = mask.float()
+def denominator(name: str, mask: Tensor, decay: float = 4.0, weight=None) -> Tensor:
+    """What a loss's numerator is divided by, from the mask (R, K, W) and the anchors' weight (R,)
+    alone: valid positions, or their weights. Summed over processes before dividing, it makes many
+    ranks give the gradient of one."""
+    valid = mask.float() if weight is None else mask * weight[:, None, None]
     early = name in ("ce", "early_tv", "confidence")
     return (valid * position_weights(mask.shape[-1], decay, valid) if early else valid).sum()
 
 
 def _numerator(name, logits, p, q, alpha, tokens, valid, temperature, decay, sure) -> Tensor:
-    """The sum that the loss grows with, over some branches; p, q and its logits broadcast to (...,
-    W, V), alpha and the logits of confidence `sure` to (..., W)."""
+    """What the loss grows with, of each branch (...,); p, q and its logits broadcast to (..., W,
+    V), alpha and the logits of confidence `sure` to (..., W)."""
     weights = valid * position_weights(valid.shape[-1], decay, valid)
     if name == "ce":
         logp = logits.float().log_softmax(-1)
         nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
         nll = torch.where(valid > 0, nll, 0.0)  # a masked label may be one that q never holds
-        return (nll * weights).sum()
+        return (nll * weights).sum(-1)
     if name == "tv":
-        return ((1 - alpha) * valid).sum()
+        return ((1 - alpha) * valid).sum(-1)
     if name == "early_tv":
-        return ((1 - alpha) * weights).sum()
+        return ((1 - alpha) * weights).sum(-1)
     if name == "confidence":
         target = alpha.detach().expand(sure.shape).clamp(0, 1)
         bce = F.binary_cross_entropy_with_logits(sure.float(), target, reduction="none")
-        return (bce * weights).sum()
+        return (bce * weights).sum(-1)
     if name == "kl":
         logq = (logits.float() / temperature).log_softmax(-1)
         cross = torch.where(logq.isneginf(), 0.0, p * logq)  # ids the drafter may never propose
-        return ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum()
+        return ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum(-1)
     if name == "e2e_tv":
-        return -survival(alpha, valid).sum()
-    return -_e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid).sum()
+        return -survival(alpha, valid).sum(-1)
+    return -_e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid)
 
 
 def chunked(
@@ -159,6 +159,7 @@ def chunked(
     p_head=None,
     before: Tensor | None = None,
     tokens: Tensor | None = None,
+    weight: Tensor | None = None,
     confidence=None,
     temperature: float = 1.0,
     decay: float = 4.0,
@@ -170,27 +171,28 @@ def chunked(
 
     q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of
     "ce", the drafts of "e2e_al"; before (R, K, W): the token before each slot; mask (R, K, W) valid
-    positions. q_head: (hidden, before, labels of "ce" or None) -> logits, p_head: hidden -> logits,
-    confidence: (hidden, before) -> logits (R, K, W). A term of weight 0 costs nothing. `total` sums
-    a tensor over processes; where there are several, the value is this one's share of the loss (the
-    shares sum to it), the figures are those of all. `rows`: anchors per chunk, by default as many
-    as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in the backward pass,
-    so at no time do those of two chunks exist. Returns the loss and figures: alpha (W,) the mean
-    per position, and survival (W,), both over valid positions; empty for "ce" alone.
+    positions; weight (R,) of an anchor's branches. q_head: (hidden, before, labels of "ce" or None)
+    -> logits, p_head: hidden -> logits, confidence: (hidden, before) -> logits (R, K, W). A term of
+    weight 0 costs nothing. `total` sums a tensor over processes; where there are several, the value
+    is this one's share of the loss (the shares sum to it), the figures are those of all. `rows`:
+    anchors per chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits
+    are recomputed in the backward pass, so at no time do those of two chunks exist. Returns the
+    loss and figures: alpha (W,) the mean per position, and survival (W,), both over valid positions
+    (of all anchors alike); empty for "ce" alone.
     """
     terms = {terms: 1.0} if isinstance(terms, str) else terms
-    terms = {name: weight for name, weight in terms.items() if weight}
+    terms = {name: share for name, share in terms.items() if share}
     for name in terms:
         if name not in TERMS:
             raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
     (R, K, W), valid, needs_p = mask.shape, mask.float(), set(terms) != {"ce"}
-    totals = {name: total(denominator(name, mask, decay)) for name in terms}
+    totals = {name: total(denominator(name, mask, decay, weight)) for name in terms}
     if rows is None:
         V = q_head(q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1]
                                            for t in (before, None))).shape[-1]  # fmt: skip
         rows = max(1, CHUNK_ELEMENTS // (K * W * V))
 
-    def part(q_part, p_part, before_part, tokens_part, valid_part):
+    def part(q_part, p_part, before_part, tokens_part, valid_part, weight_part):
         logits = q_head(q_part, before_part, tokens_part if "ce" in terms else None)
         p = q = alpha = sure = None
         if needs_p:
@@ -201,22 +203,24 @@ def chunked(
         if "confidence" in terms:
             sure = confidence(q_part, before_part)
         value = 0.0
-        for name, weight in terms.items():
-            value = value + weight / totals[name].clamp(min=1e-12) * _numerator(
+        for name, share in terms.items():
+            each = _numerator(
                 name, logits, p, q, alpha, tokens_part, valid_part, temperature, decay, sure
-            )
+            )  # (R', K)
+            each = each if weight is None else each * weight_part[:, None]
+            value = value + share / totals[name].clamp(min=1e-12) * each.sum()
         return value, None if alpha is None else alpha.detach()
 
     value, alphas = q_hidden.new_zeros((), dtype=torch.float32), []
     for start in range(0, R, rows):
-        cut = [
-            None if t is None else t[start : start + rows]
-            for t in (q_hidden, p_hidden, before, tokens, valid)
+        cut = [  # contiguous: a head takes a view's rows one block at a time
+            None if t is None else t[start : start + rows].contiguous()
+            for t in (q_hidden, p_hidden, before, tokens, valid, weight)
         ]
         piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
         value = value + piece
         alphas.append(alpha)
-    ones = sum(weight for name, weight in terms.items() if name.startswith("e2e"))
+    ones = sum(share for name, share in terms.items() if name.startswith("e2e"))
     if ones:
         value = value + ones / total(torch.ones_like(value))
     if not needs_p:

@@ -24,13 +24,15 @@ from tree import at, with_room
 
 
 @dataclass
-class Rollout:
-    """The blocks of B responses, R rounds each at most; -1 where a response had fewer."""
+class Blocks:
+    """What a drafter proposed along B texts, and what the target said of it: the R rounds of a
+    decoding (K = 1, -1 where a response had fewer), or the branches of a tree."""
 
-    trunk: Trunk  # tokens, lengths and taps of prompts and responses; nothing else
+    trunk: Trunk  # of a decoding: tokens, lengths and taps of prompts and responses, nothing else
     anchors: Tensor  # (B, R)
-    tokens: Tensor  # (B, R, 1, W) what was drafted
-    p_hidden: Tensor  # (B, R, 1, W, C) the target's hidden that gave p_1..p_W
+    tokens: Tensor  # (B, R, K, W) what was drafted
+    p_hidden: Tensor  # (B, R, K, W, C) the target's hidden that gave p_1..p_W
+    weight: Tensor | None = None  # (B, R) of a block in the loss; None: all alike
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Recorder:
 def collect(
     target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int,
     temperature: float = 1.0, seed: int = 0, stop_ids=(), places=None,
-) -> Rollout:  # fmt: skip
+) -> Blocks:  # fmt: skip
     """Decode the prompts in one batch with the drafter as it is now."""
     W = drafter.config.num_draft_tokens
     longest = max(map(len, prompts)) + max_new_tokens + W + 1
@@ -89,4 +91,4 @@ def collect(
         tokens, lengths, [], drafter.config.target_layer_ids, int(lengths.max()),
         taps=recorder.taps[:, : tokens.shape[1]].clone(),
     )  # fmt: skip
-    return Rollout(trunk, anchors, drafts[:, :, None], hidden[:, :, None])
+    return Blocks(trunk, anchors, drafts[:, :, None], hidden[:, :, None])

@@ -39,9 +39,9 @@ from drafter import Drafter, Sampling, history
 from drafter_config import ARCHITECTURES, MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
-from measure import Acceptance, Measure, decoding_speed
+from measure import Measure
 from prepare import batch_rows, prepare, start_drafter, weights_of
-from rollout import Rollout, collect
+from rollout import Blocks, collect
 from target import TOYS, Trunk, Trunks
 from tree import at, build_tree, draw_anchors
 
@@ -90,7 +90,12 @@ class TrainConfig:
     num_greedy: int = flag(1, "of the K branches, how many are the drafter's argmax", low=0)
     branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
-    rollout_updates: int = flag(1, "rollout: steps on the blocks of one decoding", low=1)
+    reuse: int = flag(1, "steps on one drawing of branches (specopd), on one decoding (rollout)",
+                      low=1)  # fmt: skip
+    # NOTE(paper): drawing anchors by need is ours; each is weighted so that the loss stays the same
+    anchors: str = flag("uniform", "where branches hang: uniform, or more often where the drafter "
+                        "that the run starts from fails (hard)",
+                        choices=("uniform", "hard"))  # fmt: skip
     loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of CE on the text mixed into e2e, specopd, rollout", low=0)
     confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
@@ -124,9 +129,11 @@ class TrainConfig:
                              "--num-greedy 0, one temperature above 0 for both")  # fmt: skip
         if not self.ways or set(self.ways) - set(MODES):
             raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
-        if self.save_every % self.rollout_updates or self.stop_after % self.rollout_updates:
-            raise ValueError("--save-every and --stop-after must be multiples of "
-                             "--rollout-updates, so that a run goes on as it was")  # fmt: skip
+        if self.save_every % self.reuse or self.stop_after % self.reuse:
+            raise ValueError("--save-every and --stop-after must be multiples of --reuse, so that "
+                             "a run goes on as it was")  # fmt: skip
+        if self.anchors == "hard" and self.mode == "rollout":
+            raise ValueError("--anchors hard: a rollout's anchors are where its rounds begin")
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode")
 
@@ -153,10 +160,11 @@ def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
 
 def step_loss(
     config: TrainConfig, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor,
-    stop_ids, rollout: Rollout | None = None,
-) -> tuple[Tensor, dict]:  # fmt: skip
-    """The loss of one batch of references, or of a rollout (its trunk and anchors), and figures.
-    anchors (B,A), uniforms (B,A,K,W)."""
+    weight: Tensor | None, stop_ids, blocks: Blocks | None = None,
+) -> tuple[Tensor, dict, Blocks | None]:  # fmt: skip
+    """The loss of one batch of references, figures, and the branches it drew; or the loss on blocks
+    that were drawn before (`blocks`, whose trunk and anchors are given).
+    anchors, weight (B,A), uniforms (B,A,K,W)."""
     target, (B, A) = drafter.target, anchors.shape
     W = drafter.config.num_draft_tokens
     present = (anchors >= 0)[..., None, None]
@@ -167,7 +175,7 @@ def step_loss(
     reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
     inside = inside & until_stop(reference, stop_ids)
     labelled = inside & drafter.proposable(reference)  # p may draw what q never holds
-    if config.mode == "specopd":
+    if config.mode == "specopd" and blocks is None:
         sampling = Sampling(config.branch_temperature)
         proposal = drafter.propose(
             trunk, anchors, config.num_branches, sampling, uniforms, num_greedy=config.num_greedy
@@ -178,12 +186,13 @@ def step_loss(
             trunk.tokens, trunk.lengths, anchors, torch.where(valid, tokens, -1), config.merge
         )
         p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
+        blocks = Blocks(trunk, anchors, tokens, p_hidden, weight)
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
     else:
         hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
         nodes = unmerged = anchors.new_zeros(())
-        if rollout:
-            tokens, p_hidden = rollout.tokens, rollout.p_hidden
+        if blocks:
+            tokens, p_hidden = blocks.tokens, blocks.p_hidden
             valid = until_stop(tokens, stop_ids) & present
         else:  # p_k from a+k-1
             tokens, valid = reference, labelled if config.mode == "ce" else inside
@@ -195,10 +204,10 @@ def step_loss(
         q_rows, p_rows, before_rows, token_rows, valid_rows = (
             t.flatten(0, 1) for t in (hidden, p_hidden, history(first, tokens), tokens, valid)
         )
-        temperature = config.loss_temperature or config.branch_temperature or 1.0
         return losses.chunked(
             terms, q_rows, head, valid_rows, p_hidden=p_rows, p_head=target.head,
-            before=before_rows, tokens=token_rows, temperature=temperature, decay=config.ce_decay,
+            before=before_rows, tokens=token_rows, temperature=heat(config), decay=config.ce_decay,
+            weight=None if weight is None else weight.flatten(),
             confidence=partial(drafter.confidence, detached=alone), total=distributed.total,
         )  # fmt: skip
 
@@ -217,7 +226,13 @@ def step_loss(
 
             value = value + loss_of("ce", tokens, valid, p_hidden, base)[0]
             figures["coverage"] = drafter.coverage(hidden[0], reference[0], labelled[0])
-    return value, figures | {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
+    figures |= {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
+    return value, figures, blocks
+
+
+def heat(config: TrainConfig) -> float:
+    """The temperature of p and q in the loss."""
+    return config.loss_temperature or config.branch_temperature or 1.0
 
 
 class Step(nn.Module):
@@ -234,7 +249,7 @@ class Step(nn.Module):
 # ----------------------------------------------------------------------------------------- the loop
 
 
-def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:
+def decode(config, drafter, references, rows, step: int, stop_ids) -> Blocks:
     """The responses of the current drafter to the prompts of these references."""
     prompts = [
         references.tokens[row, : references.prompt_lengths[row]].tolist() for row in rows.tolist()
@@ -245,25 +260,48 @@ def decode(config, drafter, references, rows, step: int, stop_ids) -> Rollout:
     )  # fmt: skip
 
 
-def next_batch(config, drafter, trunks: Trunks, step: int, stop_ids, rollout=None) -> tuple:
+def next_batch(config, drafter, trunks: Trunks, step, stop_ids, blocks=None, hard=None) -> tuple:
     """What `step_loss` is given at a step: this process's references with their anchors and
-    uniforms, or the blocks of a decoding, the last one's while --rollout-updates are left of it."""
+    uniforms, or the blocks that a step drew before, while --reuse says so. hard: see
+    `draw_anchors`."""
     references, device = trunks.references, drafter.fc.weight.device
     rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
     rows = distributed.own(rows)
-    if config.mode == "rollout":
-        if rollout is None or step % config.rollout_updates == 0:
-            rollout = decode(config, drafter, references, rows, step, stop_ids)
-        return rollout.trunk, rollout.anchors, None, stop_ids, rollout
+    if blocks is None or step % config.reuse == 0:
+        blocks = None
+        if config.mode == "rollout":
+            blocks = decode(config, drafter, references, rows, step, stop_ids)
+    if blocks:
+        return blocks.trunk, blocks.anchors, None, blocks.weight, stop_ids, blocks
     shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
     spans = references.prompt_lengths[rows], references.lengths[rows]
-    drawn = draw_anchors(config.seed, step, rows, *spans, shape)
-    return trunks(rows), *(t.to(device) for t in drawn), stop_ids, None
+    chances = None if hard is None else hard[rows]
+    drawn = draw_anchors(config.seed, step, rows, *spans, shape, chances)
+    return trunks(rows), *(None if t is None else t.to(device) for t in drawn), stop_ids, None
+
+
+@torch.no_grad()
+def hardness(drafter: Drafter, trunks: Trunks, temperature: float) -> Tensor:
+    """How often the drafter's first draft would be rejected at each position of the references, no
+    less than half the mean: (R, T) on the host, as `draw_anchors` wants its chances."""
+    references, found = trunks.references, []
+    (R, T), V = references.tokens.shape, drafter.config.layers.vocab_size
+    for rows in torch.arange(R).split(max(1, losses.CHUNK_ELEMENTS // (T * V))):
+        trunk = trunks(rows)
+        anchors = torch.arange(trunk.tokens.shape[1], device=trunk.tokens.device)
+        hidden = drafter.block(trunk, anchors.expand(len(rows), -1))[:, :, :1]  # (B, T, 1, C)
+        logits = drafter.logits(hidden, trunk.tokens[..., None])[:, :, 0]  # (B, T, V)
+        p, q = ((one.float() / temperature).softmax(-1)
+                for one in (drafter.target.head(trunk.hidden), logits))  # fmt: skip
+        missed = 1 - losses.acceptance(p, q)
+        found.append(nn.functional.pad(missed, (0, T - missed.shape[1])).cpu())
+    found = torch.cat(found)
+    return (found + found.mean()) / 2
 
 
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
-    target, device, rollout = drafter.target, drafter.fc.weight.device, None
+    target, device, blocks = drafter.target, drafter.fc.weight.device, None
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
@@ -271,7 +309,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     same["the target"] = weights_of(target)
     lead, silent = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
     share = distributed.shared(Step(config, drafter), silent)
-    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
+    hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
+    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():
         try:
@@ -307,9 +346,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         for step in bar:
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
-            batch = next_batch(config, drafter, trunks, step, measure.stop_ids, rollout)
-            rollout = batch[-1]
-            value, figures = share(*batch)
+            batch = next_batch(config, drafter, trunks, step, measure.stop_ids, blocks, hard)
+            value, figures, blocks = share(*batch)
             (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
             update(optimizers)
@@ -324,6 +362,9 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             if lead and ((step + 1) % config.eval_every == 0 or step + 1 == config.steps):
                 als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
                 record |= als
+                if (mean := sum(als.values()) / len(als)) > totals["best"].get("al", 0):
+                    totals["best"] = {"step": step + 1, "al": mean}
+                    drafter.save_pretrained(out / "best")
             log.write(json.dumps(record) + "\n")
             log.flush()
             speed = totals["supervised"] / totals["seconds"]
@@ -339,94 +380,6 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     return totals
 
 
-# ---------------------------------------------------------------------------------------- the story
-
-
-def story(config: TrainConfig, out: Path) -> None:
-    """Target, references, a drafter trained offline, three ways on from it, and the table."""
-    begin = time.perf_counter()
-    target, tokenizer, measure, references = prepare(config, out)
-    fresh = start_drafter(config, target, tokenizer)
-    trunks = Trunks(target, references, config.cache_gib, config.checkpoint_every or None)
-    totals, drafters = {}, {"fresh": fresh}
-    runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
-    for mode in config.ways:
-        runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
-    for name, run in runs.items():
-        wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
-        def make(run=run, folder=out / name):
-            return train(run, start_drafter(run, target, tokenizer), trunks, measure, folder)
-
-        totals[name] = files.stage(out / name, wanted, make)
-        drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
-    rows = {}
-    for name, drafter in drafters.items():
-        share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and always 1
-        rows[name] = {t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES}
-    last = drafters["specopd" if "specopd" in drafters else config.ways[-1]]
-    speeds = decoding_speed(target, last, measure, count=32)
-    report(config, out, rows, totals, speeds, time.perf_counter() - begin)
-
-
-TITLES = {
-    "fresh": "fresh (1/4 of them)", "start": "offline CE (the start)", "ce": "  + CE",
-    "e2e": "  + offline E2E-TV", "specopd": "  + SpecOPD", "rollout": "  + rollouts",
-}  # fmt: skip
-
-
-def gain(one: Acceptance, other: Acceptance) -> dict:
-    return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
-
-
-def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: float) -> None:
-    """The figures, in summary.json and as a table."""
-    entries = {name: dict(totals.get(name, {})) for name in rows}
-    for name, entry in entries.items():
-        for t in TEMPERATURES:
-            here = rows[name][t]
-            entry |= {f"al_t{t:g}": here.mean, f"survival_t{t:g}": here.survival}
-            for base in {"start", "ce"} & rows.keys() if name in MODES else ():
-                entry[f"over_{base}_t{t:g}"] = gain(here, rows[base][t])
-    summary = {"config": dataclasses.asdict(config), "rows": entries}
-    files.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
-
-    def shown(gain: dict) -> str:
-        return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
-
-    size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
-    print(f"\nAcceptance length, {size}, seed {config.seed}")
-    print("[gain over the start, 95 % interval of the paired difference]")
-    print(f"{'':24s}{'T = 0':>7s}{'':26s}{'T = 1':>7s}{'':26s}{'supervised tokens/s':>20s}")
-    for name, entry in entries.items():
-        line = f"{TITLES[name]:24s}"
-        for t in TEMPERATURES:
-            over = shown(entry[f"over_start_t{t:g}"]) if name in MODES else ""
-            line += f"{entry[f'al_t{t:g}']:7.3f}  {over:24s}"
-        print(line + (f"{entry['supervised'] / entry['seconds']:20.0f}" if name in totals else ""))
-    for t in TEMPERATURES:
-        print(f"\nSurvival: share of rounds that keep the first 1, 2, ... drafts, T = {t:g}")
-        for name, entry in entries.items():
-            print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in entry[f"survival_t{t:g}"]))
-    own = entries.get("specopd")
-    if own and "ce" in rows:
-        over = [f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
-        print("\nSpecOPD over continued CE: " + ", ".join(over))
-    if own:
-        saved = 1 - own["nodes"] / max(own["unmerged"], 1)
-        print(f"merging saved {100 * saved:.1f} % of the trees' nodes")
-    plain, fast = speeds["plain"], speeds["speculative"]
-    line = f"greedy decoding, batch 1: plain {plain:.0f} tokens/s, speculative {fast:.0f}"
-    if speeds["same_text"]:
-        print(f"{line}, the same text, {fast / plain:.2f} times as fast")
-    else:
-        print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
-    print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
-    pair, last = f"--target {config.target or f'{out}/target'} --drafter {out}", list(rows)[-1]
-    print(f'  python serve.py {pair}/{last} --prompt "def main(" "import os"')
-    print(f"  python train.py --mode specopd {pair}/start --out runs/mine")
-    print(f"  python bench.py decode {pair}/{last}")
-
-
 def main():
     config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
     config = replace(config, device=distributed.start(config.device))
@@ -435,6 +388,8 @@ def main():
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":
+        from story import story  # which builds on this file
+
         if distributed.size() > 1:
             raise ValueError("several processes go with one --mode, not with the story")
         return story(config, out)

@@ -30,8 +30,7 @@ GROUP = 64  # nodes that hang on one root and are solved for together, about
 
 @dataclass
 class View:
-    """What a layer may know about the past of the N tokens it is given; nothing else is passed to
-    it.
+    """What a layer may know about the past of the N tokens it is given; nothing else reaches it.
 
     A *linear* view (no groups) is a stretch of text: packed index = position, each token comes
     after the one before it. Otherwise the tokens are a tree's nodes, and `groups` lists them by the
@@ -50,8 +49,7 @@ class View:
     _above: list[Tensor] = field(default_factory=list)
 
     def ancestor(self, depth: int) -> Tensor:
-        """(B, N) packed index: 0 the token itself, 1 its parent, ...; -1 before the first
-        token."""
+        """(B, N) packed index: 0 the token itself, 1 its parent, ...; -1 before the first one."""
         T = self.num_trunk_slots
         if not self._above:
             B, N = self.parents.shape
@@ -399,29 +397,33 @@ def block_view(
     return View(positions.flatten(1), positions.flatten(1) - 1, num_context, mask)
 
 
-def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape) -> tuple[Tensor, Tensor]:
+def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape, chances=None) -> tuple:
     """Anchors and the uniforms that will choose the branches, from (seed, step, sequence id) alone.
 
-    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1). Anchors
-    are drawn without replacement from the first response token to the second to last. Host tensors
-    in and out.
+    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1); weights
+    None. Anchors are drawn from the first response token to the second to last, without replacement
+    or in proportion to `chances` (B,T) with it; weights (B,A) then make up for that, their mean 1.
     """
     A, K, W = shape
     anchors = torch.full((len(sequence_ids), A), -1)
     uniforms = torch.empty(len(sequence_ids), A, K, W)
+    weights = None if chances is None else torch.zeros(len(sequence_ids), A)
     for row, identity in enumerate(sequence_ids):
         mixed = (seed * 1_000_003 + step) * 1_000_003 + int(identity)
         generator = torch.Generator().manual_seed(mixed % (2**63 - 1))
         first, last = int(prompt_lengths[row]), int(lengths[row]) - 1
         picked = torch.randperm(max(last - first, 0), generator=generator)[:A].sort().values
+        if chances is not None and last > first:
+            here = chances[row, first:last]
+            picked = torch.multinomial(here, A, True, generator=generator).sort().values
+            weights[row] = here.mean() / here[picked]
         anchors[row, : len(picked)] = first + picked
         uniforms[row] = torch.rand(A, K, W, generator=generator)
-    return anchors, uniforms
+    return anchors, uniforms, weights
 
 
 def main():
-    trunk, lengths = torch.arange(10, 20)[None], torch.tensor([10])
-    anchors = torch.tensor([[3, 3, 4]])
+    trunk, lengths, anchors = (torch.tensor(x) for x in ([[*range(10, 20)]], [10], [[3, 3, 4]]))
     branches = torch.tensor([[[[14, 50, 51, 52]], [[60, 61, 62, 63]], [[50, 51, 70, 71]]]])
     print(f"trunk      {trunk[0].tolist()}   (positions 0..9)")
     for anchor, branch in zip(anchors[0].tolist(), branches[0, :, 0].tolist()):
@@ -435,15 +437,13 @@ def main():
         for n in range(tree.num_nodes):
             row = "".join(" ■"[v] for v in view.mask[0, 0, n].int())
             fields = (f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions))
-            shown = "{:5d} {:6d} {:8d}   ".format(*fields) + f"{row[:T]}|{row[T:]}"
-            print(f"{n:5d} {shown}   {above[n]}   end at {ends[seen[0, n]].tolist()}")
-        for branch in range(3):
-            places = tree.slots[0, branch, 0, :-1].tolist()
+            shown = "{:5d} {:6d} {:8d}   ".format(*fields) + f"{row[:T]}|{row[T:]}   {above[n]}"
+            print(f"{n:5d} {shown}   end at {ends[seen[0, n]].tolist()}")
+        for branch, places in enumerate(tree.slots[0, :, 0, :-1].tolist()):
             print(f" p_1..p_4 of branch {branch} come from packed indices {places}")
         for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
             print(f" recurrent state after trunk token {root} serves nodes {group}")
-    print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2. Blocks "
-          "that end\nbelow 10 lie on the trunk and are shared; others are a branch's.")  # fmt: skip
+    print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2.")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def test_the_loss_is_e2e_tv_on_accepted_and_rejected_positions(variant):
     drafter = small_drafter(target, **DRAFTERS[variant])
     config = dataclasses.replace(CONFIG, mode="rollout", confidence_weight=0.0)
     rollout = collect(target, drafter, prompts(), 16, 1.0, 1, STOP)
-    value, figures = step_loss(
-        config, drafter, rollout.trunk, rollout.anchors, None, STOP, rollout
+    value, figures, _ = step_loss(
+        config, drafter, rollout.trunk, rollout.anchors, None, None, STOP, rollout
     )
     p_all, q_all, valid_all = [], [], []
     for b, r in (rollout.anchors >= 0).nonzero().tolist():
@@ -86,8 +86,8 @@ def test_responses_of_one_token_leave_nothing_to_learn_and_no_error():
     first = {r.tokens[0] for r in generate(target, None, prompts(), 1)}
     rollout = collect(target, drafter, prompts(), 16, 0.0, 1, tuple(first))
     config = dataclasses.replace(CONFIG, mode="rollout")
-    value, figures = step_loss(
-        config, drafter, rollout.trunk, rollout.anchors, None, tuple(first), rollout
+    value, figures, _ = step_loss(
+        config, drafter, rollout.trunk, rollout.anchors, None, None, tuple(first), rollout
     )
     value.backward()
     assert figures["supervised"] == 0 and value == 1
@@ -105,9 +105,9 @@ def test_several_updates_on_one_decoding(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(training, "collect", lambda *a: calls.append(1) or collect(*a))
     target, references = setup()
-    config = dataclasses.replace(CONFIG, mode="rollout", rollout_updates=2, save_every=2)
+    config = dataclasses.replace(CONFIG, mode="rollout", reuse=2, save_every=2)
     trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
     training.train(config, small_drafter(target), trunks, measure, tmp_path)
     assert len(calls) == 2
     with pytest.raises(ValueError, match="multiples"):
-        dataclasses.replace(CONFIG, mode="rollout", rollout_updates=3)
+        dataclasses.replace(CONFIG, mode="rollout", reuse=3)

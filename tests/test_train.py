@@ -45,13 +45,13 @@ def one_batch(target, references, config=CONFIG, step=0):
     trunks = Trunks(target, references, config.cache_gib)
     rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
     shape = (config.num_anchors, config.num_branches, 4)
-    anchors, uniforms = draw_anchors(
+    drawn = draw_anchors(
         config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape
     )
-    return trunks(rows), anchors, uniforms
+    return trunks(rows), *drawn
 
 
-def by_hand(mode, config, target, drafter, trunk, anchors, uniforms):
+def by_hand(mode, config, target, drafter, trunk, anchors, uniforms, weight):
     """Every branch alone: p from a plain run of its whole prefix, q from its own block."""
     W, kind, decay = 4, drafter.config.kind, config.ce_decay
     p_all, q_all, base_all, sure_all, tokens_all, valid_all = [], [], [], [], [], []
@@ -113,7 +113,7 @@ def test_a_step_is_what_every_branch_alone_would_give(variant, mode, merge):
     config = dataclasses.replace(CONFIG, mode=mode, merge=merge)
     batch = one_batch(target, references, config)
     assert (batch[1] >= 0).any()
-    value, figures = step_loss(config, drafter, *batch, STOP)
+    value, figures, _ = step_loss(config, drafter, *batch, STOP)
     slow, supervised = by_hand(mode, config, target, drafter, *batch)
     assert figures["supervised"] == supervised and value.isfinite()
     torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
@@ -125,10 +125,10 @@ def test_a_step_is_what_every_branch_alone_would_give(variant, mode, merge):
 def test_a_label_off_by_one_is_noticed(monkeypatch):
     target, references = setup()
     drafter = small_drafter(target)
-    trunk, anchors, uniforms = one_batch(target, references)
-    value, _ = step_loss(CE, drafter, trunk, anchors, uniforms, STOP)
+    trunk, anchors, uniforms, _ = one_batch(target, references)
+    value, *_ = step_loss(CE, drafter, trunk, anchors, uniforms, None, STOP)
     moved = dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1))
-    shifted, _ = step_loss(CE, drafter, moved, anchors, uniforms, STOP)
+    shifted, *_ = step_loss(CE, drafter, moved, anchors, uniforms, None, STOP)
     assert value.isfinite() and shifted.isfinite() and abs(value - shifted) > 1e-2
 
 

@@ -290,13 +290,14 @@ def test_blocks_of_one_draft_need_no_nodes(target):
 
 def test_anchors_depend_on_seed_step_and_sequence_only():
     prompt, lengths = torch.tensor([4, 6, 5]), torch.tensor([20, 9, 30])
-    anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, (5, 2, W))
-    part, part_uniforms = draw_anchors(
+    ids, shape = torch.tensor([11, 12, 13]), (5, 2, W)
+    anchors, uniforms, _ = draw_anchors(0, 7, ids, prompt, lengths, shape)
+    part, part_uniforms, _ = draw_anchors(
         0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], (5, 2, W)
     )
     assert torch.equal(anchors[1:2], part) and torch.equal(uniforms[1:2], part_uniforms)
     assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
-    other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], (5, 2, W))
+    other, *_ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], (5, 2, W))
     assert not torch.equal(anchors[:1], other)
     seen = torch.cat(
         [
