@@ -6,6 +6,7 @@
     python bench.py chains      several drafted chains per round against one
     python bench.py decode      speculative against plain decoding, each part's share of a round
     python bench.py al          acceptance length of drafters by task, a JSONL file each
+    python bench.py claims      the grid of studies behind the tables; resumable
     python bench.py hf          plain greedy decoding and prefill against transformers, if installed
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
@@ -144,16 +145,18 @@ def main():
     # they build on this file
     from bench_serving import bench_al, bench_chains, bench_decode, bench_hf
     from bench_training import bench_replay, bench_throughput, bench_tree
+    from claims import ClaimsConfig, claims
 
     commands = {"throughput": bench_throughput, "tree": bench_tree, "replay": bench_replay,
                 "chains": bench_chains, "decode": bench_decode, "al": bench_al,
-                "hf": bench_hf}  # fmt: skip
+                "hf": bench_hf, "claims": claims}  # fmt: skip
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         files.parse_flags(BenchConfig, __doc__, ["--help"])
     if command not in commands:
         raise ValueError(f"bench.py {command}: there is {', '.join(commands)}")
-    config = files.parse_flags(BenchConfig, __doc__, sys.argv[2:])
+    kind, text = {"claims": (ClaimsConfig, claims.__doc__)}.get(command, (BenchConfig, __doc__))
+    config = files.parse_flags(kind, text, sys.argv[2:])
     figures = commands[command](config)
     path = Path(config.out) / "summary.json"
     before = files.read_json(path) if path.is_file() else {}

@@ -1,0 +1,300 @@
+"""The paper's comparisons at our scale: a grid of studies, run by one command that can be stopped.
+
+A study is a starting drafter, trained offline, and the arms that go on from it. Within a study all
+arms start from the same checkpoint, see the same references in the same order and are measured on
+the same held-out prompts; they differ by what is written at their names below, nothing else. Every
+arm is kept in --out and not done twice, its AL with the counts of every prompt, so that arms can be
+compared in pairs later. Arms of several seeds are averaged before they are compared.
+
+    python bench.py claims                              everything: hours on a CPU
+    python bench.py claims --studies gqa-24 gqa-512     a part; --list names them
+    python bench.py claims --target FOLDER --drafter FOLDER ...    four ways on from a given start
+    python bench.py report                              what is done so far: tables and pictures
+    pytest tests/test_claims.py
+"""
+
+import dataclasses
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+import files
+from drafter import Drafter
+from files import flag
+from measure import Acceptance, middle
+from prepare import prepare, start_drafter
+from target import Trunks
+from train import FREE, TEMPERATURES, TrainConfig, train
+
+
+@dataclass(frozen=True)
+class ClaimsConfig(TrainConfig):
+    """A run's config, from which studies and arms depart."""
+
+    out: str = flag("runs/claims", "folder of all studies")
+    eval_every: int = flag(50, "steps between two measurements of AL", low=1)
+    studies: tuple = flag((), "which ones, by name; empty: all, or `given` with --drafter")
+    list: bool = flag(False, "say which studies and arms there are, and what is done")
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms on from one start for each seed; all values are changes of the run's config."""
+
+    arms: dict
+    changes: dict = field(default_factory=dict)  # of start and arms
+    later: dict = field(default_factory=dict)  # of the arms alone
+    seeds: tuple = (0,)
+    # arms with steps "of NAME" train as long, by the clock, as that arm of this study did
+    like: str = ""
+
+
+WAYS = {mode: {"mode": mode} for mode in ("ce", "e2e", "rollout", "specopd")}
+DRAWN = {"mode": "specopd", "num_greedy": 0}
+OWN = {"mode": "specopd"}
+SEEDS, ONCE = (0, 1, 2), {"eval_every": 10**9}
+
+STUDIES = {
+    "gqa-24": Study(WAYS, later={"num_references": 24}, seeds=SEEDS),
+    "gqa-512": Study(WAYS, seeds=SEEDS),
+    # how branches are drawn, by what they are served at
+    "temperature-24": Study(
+        {"drawn": DRAWN, "greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1,
+                                          "num_greedy": 0}, "e2e_al": DRAWN | {"loss": "e2e_al"}},
+        later={"num_references": 24}, seeds=SEEDS),  # fmt: skip
+    "time-24": Study({mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
+                     later={"num_references": 24}, like="gqa-24"),  # fmt: skip
+    "time-512": Study({mode: WAYS[mode] | {"steps": "specopd"}
+                       for mode in ("ce", "e2e", "rollout")}, like="gqa-512"),  # fmt: skip
+    "long-24": Study({mode: WAYS[mode] for mode in ("ce", "e2e", "specopd")},
+                     later={"num_references": 24, "steps": 2500, "eval_every": 125}),  # fmt: skip
+    "gdn-dspark-64": Study(WAYS, {"arch": "gdn", "drafter_kind": "dspark"},
+                           {"num_references": 64}),  # fmt: skip
+    # one change at a time, of the default recipe
+    "ablations": Study({
+        "default": OWN, "4 anchors": OWN | {"num_anchors": 4}, "64 anchors": OWN |
+        {"num_anchors": 64}, "1 branch drawn": DRAWN | {"num_branches": 1},
+        "2 branches drawn": DRAWN,
+        "4 branches 2 greedy": OWN | {"num_branches": 4, "num_greedy": 2},
+        "1 branch greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
+        "temperature 0.7": OWN | {"branch_temperature": 0.7},
+        "loss at 0.7": OWN | {"loss_temperature": 0.7},
+        "no merging": OWN | {"merge": False}, "0.1 CE": OWN | {"ce_weight": 0.1},
+        "reused twice": OWN | {"reuse": 2}, "reused 4 times": OWN | {"reuse": 4},
+        "reused 10 times": OWN | {"reuse": 10}, "anchors by need": OWN | {"anchors": "hard"},
+        "exact E[AL] drawn": DRAWN | {"loss": "e2e_al"},
+        "TV per position": OWN | {"loss": "tv"}, "KL": OWN | {"loss": "kl"},
+        "AdamW alone": OWN | {"matrix_lr": 0.0}, "Muon 0.02": OWN | {"matrix_lr": 0.02},
+    }, later=ONCE | {"save_every": 500}),
+    "block-4": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 4}, ONCE),
+    "block-16": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 16, "ce_decay": 7.0},
+                      ONCE),
+}  # fmt: skip
+
+
+def counts(found: Acceptance) -> dict:
+    """What a measurement is kept as: per prompt, without its texts."""
+    names = ("committed", "rounds", "nodes", "repeated", "survived")
+    return {name: getattr(found, name).tolist() for name in names} | {"seconds": found.seconds}
+
+
+def acceptance(kept: dict) -> Acceptance:
+    return Acceptance(**{k: v if k == "seconds" else torch.tensor(v) for k, v in kept.items()})
+
+
+class World:
+    """What the studies of one target share: target, tokenizer, held-out prompts, references."""
+
+    def __init__(self, config: ClaimsConfig, out: Path):
+        self.config, self.trunks = config, {}
+        self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
+
+    def text(self, count: int) -> Trunks:
+        """Trunks of the first so many references; one set at a time is kept."""
+        if count not in self.trunks:
+            config, whole = self.config, self.references
+            rows = {f.name: getattr(whole, f.name)[:count] for f in dataclasses.fields(whole)}
+            every = config.checkpoint_every or None
+            self.trunks.clear()
+            self.trunks[count] = Trunks(self.target, type(whole)(**rows), config.cache_gib, every)
+        return self.trunks[count]
+
+    def run(self, config: TrainConfig, folder: Path) -> dict:
+        """Train one arm, or find it done; measure it, or find it measured."""
+        wanted = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+
+        def make():
+            drafter = start_drafter(config, self.target, self.tokenizer)
+            return train(config, drafter, self.text(config.num_references), self.measure, folder)
+
+        totals = files.stage(folder, wanted, make)
+        if not (folder / "al.json").is_file():
+            files.write_json(folder / "al.json", self.measured(folder, totals, config.steps))
+        return totals
+
+    def measured(self, folder: Path, totals: dict, steps: int) -> dict:
+        """AL of the last and of the best drafter at both temperatures, on all prompts."""
+        found = {}
+        for name in ("last", "best"):
+            if name == "best" and totals.get("best", {}).get("step", steps) == steps:
+                found["best"] = found["last"]
+                continue
+            place = folder / "best" if name == "best" else folder
+            drafter = Drafter.from_pretrained(place, self.target, torch.float32)
+            found[name] = {
+                f"t{t:g}": counts(self.measure(self.target, drafter, t, progress=f"AL at {t:g}"))
+                for t in TEMPERATURES
+            }
+        return found
+
+
+def own(config: ClaimsConfig, **changes) -> TrainConfig:
+    """The run's config alone, changed."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**values | changes)
+
+
+def places(config: ClaimsConfig, name: str, seed: int) -> tuple[Path, dict]:
+    """The folder of a study's start, shared by all studies with the same one, and its changes."""
+    study, out = STUDIES[name], Path(config.out)
+    if name == "given":
+        return Path(config.drafter), {}
+    parts = [study.changes.get("arch", config.arch), study.changes.get("drafter_kind", "dflash")]
+    parts += [f"{k}-{v}" for k, v in study.changes.items() if k == "block_size"]
+    return out / "starts" / "-".join([*parts, f"s{seed}"]), study.changes | {"seed": seed}
+
+
+def folder_of(config: ClaimsConfig, name: str, seed: int, arm: str) -> Path:
+    return Path(config.out) / name / f"s{seed}" / arm.replace(" ", "-")
+
+
+def as_long(config: ClaimsConfig, name: str, seed: int, mode: str, like: str) -> int:
+    """The steps that `mode` makes in the time of another arm."""
+    each = {}
+    for arm in (mode, like):
+        done = files.read_json(folder_of(config, STUDIES[name].like, seed, arm) / "stage.json")
+        each[arm] = done["result"]["seconds"] / done["made_with"]["steps"]
+    return max(2, round(config.steps * each[like] / each[mode]))
+
+
+def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
+    study = STUDIES[name]
+    arch = study.changes.get("arch", config.arch)
+    if arch not in worlds:
+        worlds.clear()  # one target at a time
+        worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
+    world = worlds[arch]
+    for seed in study.seeds:
+        start, changes = places(config, name, seed)
+        if name != "given":
+            world.run(own(config, mode="ce", steps=config.warm_steps, **changes), start)
+        elif not (there := Path(config.out) / name / "start.json").is_file():
+            files.write_json(there, world.measured(start, {}, 0))
+        for arm, own_changes in study.arms.items():
+            values = changes | {"drafter": str(start)} | study.later | own_changes
+            if isinstance(values.get("steps"), str):
+                values["steps"] = as_long(config, name, seed, values["mode"], values["steps"])
+            print(f"-- {name}, seed {seed}: {arm}")
+            world.run(own(config, **values), folder_of(config, name, seed, arm))
+
+
+# ---------------------------------------------------------------------------------- what came of it
+
+
+@dataclass
+class Arm:
+    """An arm's measurements, one per seed, at one checkpoint and temperature."""
+
+    found: list
+
+    @property
+    def al(self) -> float:
+        return sum(one.mean for one in self.found) / len(self.found)
+
+    @property
+    def survival(self) -> list[float]:
+        return torch.tensor([one.survival for one in self.found]).mean(0).tolist()
+
+    def draws(self) -> torch.Tensor:
+        return sum(one.resampled() for one in self.found) / len(self.found)
+
+    def over(self, other: "Arm") -> dict:
+        """Gain in AL over another arm: percent, and the 95 % interval of the paired difference."""
+        low, high = middle(self.draws() - other.draws())
+        return {"percent": 100 * (self.al / other.al - 1), "interval": (low, high)}
+
+
+def read(config: ClaimsConfig, name: str) -> dict:
+    """{arm: {checkpoint: {t: Arm}}} of a study as far as it is done, its start among them."""
+    study, found = STUDIES[name], {}
+    for arm in ("start", *study.arms):
+        paths = []
+        for seed in study.seeds:
+            folder = folder_of(config, name, seed, arm)
+            if arm == "start" and name == "given":
+                paths.append(Path(config.out) / name / "start.json")
+            else:
+                place = places(config, name, seed)[0] if arm == "start" else folder
+                paths.append(place / "al.json")
+        if all(path.is_file() for path in paths):
+            kept = [files.read_json(path) for path in paths]
+            found[arm] = {
+                when: {t: Arm([acceptance(one[when][t]) for one in kept]) for t in kept[0][when]}
+                for when in ("last", "best")
+            }
+    return found
+
+
+def shown(gain: dict) -> str:
+    return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
+
+
+def table(name: str, found: dict, seeds: int, base: str = "start") -> tuple[list[str], dict]:
+    """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL."""
+    title = f"{name}, {seeds} seed" + "s" * (seeds > 1)
+    lines = [f"| {title} | T = 0 | over {base} | T = 1 | over {base} | best: T = 0 | T = 1 |",
+             "|---" * 7 + "|"]  # fmt: skip
+    figures = {}
+    for arm, ats in found.items():
+        row = figures[arm] = {}
+        cells = [arm]
+        for t, one in ats["last"].items():
+            row[t] = {"al": one.al, "survival": one.survival}
+            if arm != base and base in found:
+                row[t]["over"] = {
+                    other: one.over(found[other]["last"][t]) for other in found if other != arm
+                }
+            cells += [f"{one.al:.3f}", shown(row[t]["over"][base]) if "over" in row[t] else ""]
+        for t, one in ats["best"].items():
+            row[t] |= {"best_al": one.al, "best_survival": one.survival}
+            cells.append(f"{one.al:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines, figures
+
+
+def chosen(config: ClaimsConfig) -> list[str]:
+    names = list(config.studies) or (["given"] if config.drafter else list(STUDIES))
+    STUDIES["given"] = Study(WAYS, seeds=(config.seed,))
+    for name in names:
+        if name not in STUDIES:
+            raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
+    if "given" in names and not config.drafter:
+        raise ValueError("--studies given goes with --drafter FOLDER")
+    return names
+
+
+def claims(config: ClaimsConfig) -> dict:
+    names, figures, worlds = chosen(config), {}, {}
+    if not config.list:
+        for name in names:
+            run_study(config, worlds, name)
+    for name in names:
+        study, found = STUDIES[name], read(config, name)
+        if config.list:
+            done = ", ".join(f"{arm}{' (done)' * (arm in found)}" for arm in study.arms)
+            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; {done}")
+            continue
+        lines, figures[name] = table(name, found, len(study.seeds))
+        print("\n".join(["", *lines]))
+    return figures
