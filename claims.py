@@ -33,8 +33,10 @@ class ClaimsConfig(TrainConfig):
     """A run's config, from which studies and arms depart."""
 
     out: str = flag("runs/claims", "folder of all studies")
-    eval_every: int = flag(50, "steps between two measurements of AL", low=1)
+    warm_steps: int = flag(2000, "offline CE steps of a start, until its AL is flat", low=1)
+    eval_every: int = flag(50, "steps between two measurements of AL (starts: 250)", low=1)
     studies: tuple = flag((), "which ones, by name; empty: all, or `given` with --drafter")
+    arms: tuple = flag((), "only these arms of the studies; empty: all")
     list: bool = flag(False, "say which studies and arms there are, and what is done")
 
 
@@ -188,10 +190,14 @@ def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
     for seed in study.seeds:
         start, changes = places(config, name, seed)
         if name != "given":
-            world.run(own(config, mode="ce", steps=config.warm_steps, **changes), start)
+            often = max(250, config.eval_every)
+            offline = own(config, mode="ce", steps=config.warm_steps, eval_every=often, **changes)
+            world.run(offline, start)
         elif not (there := Path(config.out) / name / "start.json").is_file():
             files.write_json(there, world.measured(start, {}, 0))
         for arm, own_changes in study.arms.items():
+            if config.arms and arm not in config.arms:
+                continue
             values = changes | {"drafter": str(start)} | study.later | own_changes
             if isinstance(values.get("steps"), str):
                 values["steps"] = as_long(config, name, seed, values["mode"], values["steps"])
@@ -279,6 +285,9 @@ def chosen(config: ClaimsConfig) -> list[str]:
     for name in names:
         if name not in STUDIES:
             raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
+    known = [arm for name in names for arm in STUDIES[name].arms]
+    for arm in set(config.arms) - set(known):
+        raise ValueError(f"--arms {arm}: there is {', '.join(dict.fromkeys(known))}")
     if "given" in names and not config.drafter:
         raise ValueError("--studies given goes with --drafter FOLDER")
     return names
