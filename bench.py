@@ -2,10 +2,12 @@
 
     python bench.py throughput  supervised tokens per second: SpecOPD against sequential rollouts
     python bench.py tree        scoring branches packed on their trunk, against each branch alone
+    python bench.py activity    the share of time with a kernel running, of both; on a GPU
     python bench.py replay      what checkpoints of recurrent state cost, by their spacing
     python bench.py chains      several drafted chains per round against one
     python bench.py decode      speculative against plain decoding, each part's share of a round
     python bench.py al          acceptance length of drafters by task, a JSONL file each
+    python bench.py speed       generation without a drafter, and with each, 1, 8 and 32 at once
     python bench.py claims      the grid of studies behind the tables; resumable
     python bench.py hf          plain greedy decoding and prefill against transformers, if installed
 
@@ -37,8 +39,9 @@ class BenchConfig:
     drafter: str = flag(
         "", "a drafter's folder; empty: tree draws random branches, decode needs one"
     )
-    drafters: tuple = flag((), "al: the folders of the drafters to compare")
-    tasks: tuple = flag((), "al: JSONL files of prompts, one task each")
+    drafters: tuple = flag((), "al, speed: the folders of the drafters to compare")
+    tasks: tuple = flag((), "al, speed: JSONL files of prompts, one task each (speed: or held-out "
+                            "text)")  # fmt: skip
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
     arch: str = flag("gqa", "the untrained toy's architecture", choices=tuple(TOYS))
@@ -53,7 +56,10 @@ class BenchConfig:
     num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; "
                             "throughput: 32 at least", low=1)  # fmt: skip
     prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
-    max_new_tokens: int = flag(200, "decode, al: tokens generated per prompt", low=2)
+    max_new_tokens: int = flag(200, "decode, al, speed: tokens generated per prompt", low=2)
+    concurrency: tuple = flag((1, 8, 32), "speed: prompts decoded at once", kind=int, low=1)
+    alone: int = flag(8, "speed: prompts where fewer are decoded at once", low=1)
+    temperature: float = flag(0.0, "speed: of decoding", low=0)
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "empty: what the target's config names", choices=files.DTYPES)
 
@@ -61,6 +67,12 @@ class BenchConfig:
         files.check_low(self)
         if max(self.num_anchors) >= min(self.trunk_length):
             raise ValueError("--num-anchors: fewer than --trunk-length are needed")
+
+
+def wait() -> None:
+    """Until the GPU, if there is one, has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def median_time(run, repeats: int, patience: float = float("inf")) -> dict:
@@ -71,8 +83,7 @@ def median_time(run, repeats: int, patience: float = float("inf")) -> dict:
     while len(times) <= repeats and sum(times) <= patience:
         begin = time.perf_counter()
         run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - begin)
     ordered = sorted(times[1:] or times)
     return {"median": ordered[len(ordered) // 2], "low": ordered[0], "high": ordered[-1]}
@@ -117,11 +128,11 @@ def text_of(config: BenchConfig, target, length: int):
 
 
 class Clock:
-    """Adds up the time spent in functions while they are replaced by timed ones (on a CPU nothing
-    runs late)."""
+    """When functions ran, and for how long in all, while they are replaced by timed ones. On a GPU
+    each is waited for."""
 
     def __init__(self, parts: dict):
-        self.seconds, self.saved = {}, []
+        self.seconds, self.spans, self.saved = {}, [], []
         for label, (owner, name) in parts.items():
             self.saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, self._timed(getattr(owner, name), label))
@@ -131,7 +142,10 @@ class Clock:
         def timed(*args, **options):
             begin = time.perf_counter()
             result = function(*args, **options)
-            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - begin
+            wait()
+            end = time.perf_counter()
+            self.seconds[label] = self.seconds.get(label, 0.0) + end - begin
+            self.spans.append((label, begin, end))
             return result
 
         return timed
@@ -143,13 +157,14 @@ class Clock:
 
 def main():
     # they build on this file
-    from bench_serving import bench_al, bench_chains, bench_decode, bench_hf
-    from bench_training import bench_replay, bench_throughput, bench_tree
+    from bench_serving import bench_al, bench_chains, bench_decode, bench_hf, bench_speed
+    from bench_training import bench_activity, bench_replay, bench_throughput, bench_tree
     from claims import ClaimsConfig, claims
 
     commands = {"throughput": bench_throughput, "tree": bench_tree, "replay": bench_replay,
                 "chains": bench_chains, "decode": bench_decode, "al": bench_al,
-                "hf": bench_hf, "claims": claims}  # fmt: skip
+                "speed": bench_speed, "hf": bench_hf, "activity": bench_activity,
+                "claims": claims}  # fmt: skip
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         files.parse_flags(BenchConfig, __doc__, ["--help"])

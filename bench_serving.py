@@ -1,5 +1,6 @@
 """What decoding costs and gains: commands of bench.py."""
 
+import statistics
 import time
 from pathlib import Path
 
@@ -83,6 +84,56 @@ def bench_decode(config: BenchConfig) -> dict:
         print(f"{name:12s} {1e3 * total / rounds:.2f} ms a round: {line}")
         shares[name] = share | {"ms_per_round": 1e3 * total / rounds}
     return {"speeds": speeds, "ratio": ratio, "al": al.mean, "shares": shares}
+
+
+def bench_speed(config: BenchConfig) -> dict:
+    """Tokens/s of generation without a drafter and with each drafter, by task and by how many
+    prompts are decoded at once; at temperature 0 all texts must be those of plain decoding."""
+    if not (config.target and config.drafters):
+        raise ValueError("bench.py speed needs --target FOLDER and --drafters FOLDER ...")
+    target, _ = load(config)
+    tokenizer = data.load_tokenizer(config.target)
+    tasks = {"text": held_out_prompts(config, config.num_prompts, config.prompt_length)}
+    if config.tasks:
+        size = config.num_prompts, config.prompt_length
+        tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
+    arms = {"off": None}
+    for folder in config.drafters:
+        kind = target.lm_head.weight.dtype
+        arms["/".join(Path(folder).parts[-2:])] = Drafter.from_pretrained(folder, target, kind)
+    n, heat, figures = config.max_new_tokens, config.temperature, {}
+    print(f"temperature {heat:g}, {n} tokens a prompt, {config.device}, "
+          f"{torch.get_num_threads()} threads; tokens/s (AL) x plain")  # fmt: skip
+    for size in config.concurrency:
+        rows = figures[f"{size} at once"] = {}
+        print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-24:]:>26s}" for name in arms))
+        for task, prompts in tasks.items():
+            # a full batch of long texts each, or few: what is measured is the batch's size
+            used = prompts[: max(size, min(len(prompts), config.alone))]
+            row, texts = rows.setdefault(task, {}), {}
+            for name, drafter in arms.items():
+                asked = (heat, config.seed, tokenizer.stop_ids)
+                evaluate(target, drafter, used[:size], 8, *asked, batch_size=size)  # warms up
+                found = evaluate(target, drafter, used, n, *asked, batch_size=size)
+                texts[name] = found.texts
+                speed = sum(map(len, found.texts)) / found.seconds
+                row[name] = {"tokens_per_s": speed, "al": found.mean if drafter else 1.0,
+                             "same_text": heat > 0 or found.texts == texts["off"]}  # fmt: skip
+            plain = row["off"]["tokens_per_s"]
+            print(f"{task[:12]:12s}" + "".join(
+                f"{one['tokens_per_s']:11.1f} ({one['al']:.3f}) " +
+                (f"{one['tokens_per_s'] / plain:5.2f}x" if one["same_text"] else "DIFFER")
+                for one in row.values()))  # fmt: skip
+        means = {
+            name: statistics.geometric_mean(
+                rows[task][name]["tokens_per_s"] / rows[task]["off"]["tokens_per_s"]
+                for task in tasks
+            )
+            for name in arms
+        }
+        print("geom. mean  " + "".join(f"{mean:25.2f}x" for mean in means.values()))
+        figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
+    return figures
 
 
 def bench_al(config: BenchConfig) -> dict:

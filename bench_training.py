@@ -1,14 +1,15 @@
 """What training costs: commands of bench.py."""
 
+import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 import loss
 import replay
 import train
-from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_of
+from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_of, wait
 from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers
@@ -145,58 +146,92 @@ def bench_replay(config: BenchConfig) -> dict:
     return {"rows": figures, "default": chosen}
 
 
-def bench_throughput(config: BenchConfig) -> dict:
-    """Supervised tokens per second of whole training steps: sequential rollouts, alone and in
-    batches, against SpecOPD on references of the same length. Nothing is left out but the
-    references' making; SpecOPD's prefill of them is counted, though training keeps it."""
+@dataclass
+class Workflows:
+    """Both ways to train on policy, ready to make whole steps on texts of one length."""
+
+    drafter: Drafter
+    trunks: Trunks
+    optimizers: list
+    ways: dict  # by name a TrainConfig
+
+    def step(self, name: str, number: int) -> int:
+        """A training step, as train.py makes it but for clipping -> its supervised tokens."""
+        config = self.ways[name]
+        batch = train.next_batch(config, self.drafter, self.trunks, number, ())
+        value, figures, _ = train.step_loss(config, self.drafter, *batch)
+        value.backward()
+        train.update(self.optimizers)
+        return int(figures["supervised"])
+
+
+def workflows(config: BenchConfig, command: str) -> Workflows:
     if not (config.target and config.drafter):
-        raise ValueError("throughput needs --target FOLDER and --drafter FOLDER")
+        raise ValueError(f"{command} needs --target FOLDER and --drafter FOLDER")
     target, drafter = load(config, torch.float32)
     T, length = config.trunk_length[0], config.prompt_length
     if max(config.num_anchors) > T - length - 1:
         raise ValueError(f"--num-anchors: {T} tokens have {T - length - 1} behind the prompt")
-    stop_ids = ()  # on both sides every text has its full length
+    # without stop tokens every text has its full length, on both sides
     prompts = held_out_prompts(config, max(32, config.num_prompts), length)
     texts = generate(target, None, prompts, T - length, 1.0, config.seed, batch_size=len(prompts),
                      progress="references")  # fmt: skip
     references = References.from_lists(prompts, [text.tokens for text in texts], 0)
     common = TrainConfig(mode="specopd", seed=config.seed, response_length=T - length, num_greedy=0)
-    ways = [(f"rollouts, {n} at once", replace(common, mode="rollout", batch_size=n))
-            for n in (1, 8, 32)]  # fmt: skip
-    ways += [(f"SpecOPD, {A} anchors x {K}", replace(common, batch_size=1, num_anchors=A,
-                                                     num_branches=K))
-             for A in config.num_anchors for K in sorted({1, 2, config.num_branches})]  # fmt: skip
-    trunks = Trunks(target, references, 0.0)  # nothing is kept: every step prefills
+    ways = {f"rollouts, {n} at once": replace(common, mode="rollout", batch_size=n)
+            for n in (1, 8, 32)}  # fmt: skip
+    ways |= {f"SpecOPD, {A} anchors x {K}": replace(common, batch_size=1, num_anchors=A,
+                                                    num_branches=K)
+             for A in config.num_anchors for K in sorted({1, 2, config.num_branches})}  # fmt: skip
     optimizers = make_optimizers(drafter, common.matrix_lr, common.lr)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = 0.0  # the drafter stays what it is
-    parts = {"decode": (train, "decode"), "prefill": (Trunks, "__call__"),
-             "sample": (Drafter, "propose"), "score": (Target, "score"),
-             "loss": (loss, "chunked"), "backward": (torch.Tensor, "backward"),
-             "update": (train, "update")}  # fmt: skip
-    print(f"texts of {T} tokens, prompts of {length}, W = {drafter.config.num_draft_tokens}, "
-          f"{config.device}, {torch.get_num_threads()} threads; means of {config.repeats} steps\n"
+    # no trunk is kept: every step prefills
+    return Workflows(drafter, Trunks(target, references, 0.0), optimizers, ways)
+
+
+PARTS = {
+    "decode": (train, "decode"), "prefill": (Trunks, "__call__"), "sample": (Drafter, "propose"),
+    "score": (Target, "score"), "loss": (loss, "chunked"), "backward": (torch.Tensor, "backward"),
+    "update": (train, "update")}  # fmt: skip
+
+
+def bench_throughput(config: BenchConfig) -> dict:
+    """Supervised tokens per second of whole training steps: sequential rollouts, alone and in
+    batches, against SpecOPD on references of the same length. Nothing is left out but the
+    references' making; SpecOPD's prefill of them is counted, though training keeps it."""
+    flows = workflows(config, "throughput")
+    print(f"texts of {config.trunk_length[0]} tokens, prompts of {config.prompt_length}, W = "
+          f"{flows.drafter.config.num_draft_tokens}, {config.device}, {torch.get_num_threads()} "
+          f"threads; medians of {config.repeats} steps\n"
           "way                       updates/s  tokens/update  tokens/s | "
           "where the time goes")  # fmt: skip
     rows = {}
-    for name, way in ways:
+    for name in flows.ways:
         times, counts = [], []
         for step in range(config.repeats + 1):  # the first warms up
             if step == 1:
-                clock = Clock(parts)
+                clock = Clock(PARTS)
+                if config.device != "cpu":
+                    torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            counts.append(_one_step(way, drafter, trunks, stop_ids, optimizers, step))
+            counts.append(flows.step(name, step))
+            wait()
             times.append(time.perf_counter() - begin)
         clock.restore()
-        seconds = sum(times[1:]) / len(times[1:])
-        tokens = sum(counts[1:]) / len(counts[1:])
+        seconds = statistics.median(times[1:])
+        tokens = statistics.mean(counts[1:])
         shares = {k: v / sum(times[1:]) for k, v in clock.seconds.items()}
         if "decode" in shares:  # which drafts and scores by itself
             shares = {k: v for k, v in shares.items() if k not in ("sample", "score", "prefill")}
+        spans = [(k, b - begin, e - begin) for k, b, e in clock.spans if b >= begin]
         rows[name] = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens,
-                      "tokens_per_s": tokens / seconds, "shares": shares,
+                      "tokens_per_s": tokens / seconds, "shares": shares, "spans": spans,
                       "seconds": times[1:]}  # fmt: skip
         line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
+        if config.device != "cpu":
+            rows[name]["peak_bytes"] = peak = torch.cuda.max_memory_allocated()
+            line += f"; peak {peak / 2**30:.1f} GiB"
         print(f"{name:25s} {1 / seconds:10.2f} {tokens:14.0f} {tokens / seconds:9.0f} | {line}")
     best = max((n for n in rows if n.startswith("SpecOPD")), key=lambda n: rows[n]["tokens_per_s"])
     ratios = {}
@@ -207,13 +242,37 @@ def bench_throughput(config: BenchConfig) -> dict:
             shown = ", ".join(f"{v:.2f} x the {k.replace('_per_s', '/s').replace('_per_', '/')}"
                               for k, v in ratios[name].items())  # fmt: skip
             print(f"{best} over {name}: {shown}")
-    return {"rows": rows, "ratios": ratios}
+    return {"rows": rows, "ratios": ratios, "best": best}
 
 
-def _one_step(config: TrainConfig, drafter, trunks: Trunks, stop_ids, optimizers, step: int) -> int:
-    """A training step, as train.py makes it but for clipping -> its supervised tokens."""
-    batch = train.next_batch(config, drafter, trunks, step, stop_ids)
-    value, figures, _ = train.step_loss(config, drafter, *batch)
-    value.backward()
-    train.update(optimizers)
-    return int(figures["supervised"])
+def covered(spans: list) -> float:
+    """How much of the line intervals (begin, end) cover together."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def bench_activity(config: BenchConfig) -> dict:
+    """The share of time with a kernel running on the GPU, in whole training steps of both kinds."""
+    if config.device == "cpu":
+        raise ValueError("activity is a GPU's: --device cuda")
+    flows, figures = workflows(config, "activity"), {}
+    from torch.autograd import DeviceType
+
+    for name in flows.ways:
+        flows.step(name, 0)
+        wait()
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds) as profile:
+            begin = time.perf_counter()
+            for number in range(1, config.repeats + 1):
+                flows.step(name, number)
+            wait()
+            seconds = time.perf_counter() - begin
+        kernels = [(event.time_range.start, event.time_range.end) for event in profile.events()
+                   if event.device_type == DeviceType.CUDA]  # fmt: skip
+        figures[name] = covered(kernels) / 1e6 / seconds
+        print(f"{name:25s} a kernel runs {100 * figures[name]:.1f} % of the time")
+    return figures

@@ -111,6 +111,29 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
     assert f"{row['mean']:.3f}" in done.stdout
 
 
+def test_bench_speed_has_three_arms_at_every_batch_size(folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafters", folders / "drafter", folders / "drafter")
+    done = run(ROOT / "bench.py", "speed", *pair[:4], "--num-prompts", 4, "--prompt-length", 8,
+               "--max-new-tokens", 10, "--concurrency", 1, 3, "--out", "b",
+               cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "b/summary.json").read_text())["speed"]
+    assert [key for key in found if key != "config"] == ["1 at once", "3 at once"]
+    for size in ("1 at once", "3 at once"):
+        arms = found[size]["tasks"]["text"]
+        assert len(arms) == 2 and all(arm["same_text"] for arm in arms.values())
+        name = list(arms)[1]
+        ratio = arms[name]["tokens_per_s"] / arms["off"]["tokens_per_s"]
+        assert found[size]["geometric_means"][name] == pytest.approx(ratio)
+        assert arms[name]["al"] >= 1 and arms["off"]["al"] == 1
+
+
+def test_time_is_covered_once_however_many_kernels_run():
+    from bench_training import covered
+
+    assert covered([]) == 0 and covered([(0, 2), (1, 3), (1.5, 1.7), (5, 6)]) == 4
+
+
 def test_serve_measures_al_by_task(folders, tmp_path):
     for task, asked in (("sums", ["1 + 1", "2 + 2"]), ("words", ["abc", "defg", "h"])):
         (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps({"prompt": a}) for a in asked))
@@ -166,6 +189,12 @@ def test_serve_measures_al_by_task(folders, tmp_path):
         (["bench.py", "tree", "--trunk-length", "20"], "--num-anchors"),
         (["bench.py", "tree", "--trunk-length", "0"], "--trunk-length"),
         (["bench.py", "chains"], "--target"),
+        (["bench.py", "speed"], "--drafters"),
+        (["bench.py", "activity"], "--device cuda"),
+        (["bench.py", "claims", "--studies", "gqa-25"], "gqa-24"),
+        (["bench.py", "claims", "--studies", "given"], "--drafter"),
+        (["bench.py", "claims", "--arms", "sft"], "specopd"),
+        (["train.py", "--anchors", "hard", "--mode", "rollout"], "--anchors"),
         (["confidence.py"], "--target"),
         (["serve.py", "--target", "T", "--prompt", "a", "--verify-by", "threshold"], "--drafter"),
         (["serve.py", "--target", "T", "--drafter", "D", "--prompt", "a", "--verify-by",

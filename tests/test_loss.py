@@ -210,6 +210,40 @@ def test_a_sum_of_terms_is_their_sum_and_a_term_of_weight_zero_needs_no_tensors(
     assert without == losses.chunked("ce", **alone)[0]
 
 
+def test_an_anchor_of_weight_two_counts_as_two():
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
+    twice = torch.tensor([0, 0, 1, 2, 3, 4, 5, 6])
+    weight = torch.ones(7)
+    weight[0] = 2.0
+    for name in losses.LOSSES:
+
+        def run(rows, name=name, **how):
+            value, _ = losses.chunked(
+                name, q_hidden[rows], head_of(q_head), mask[rows], p_hidden=p_hidden[rows],
+                p_head=p_head, tokens=tokens[rows], rows=2, **how,
+            )  # fmt: skip
+            return value, *torch.autograd.grad(value, q_hidden)
+
+        for got, want in zip(run(slice(None), weight=weight), run(twice)):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_heads_are_given_contiguous_rows():
+    q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
+    q_view, p_view = (torch.cat([x, x], 2)[:, :, :4] for x in (q_hidden, p_hidden))
+    assert not q_view.is_contiguous()
+
+    def watched(head):
+        def run(hidden, *_):
+            assert hidden.is_contiguous()  # a view would go through a big matrix block by block
+            return head(hidden)
+
+        return run
+
+    losses.chunked("tv", q_view, watched(q_head), mask, p_hidden=p_view, p_head=watched(p_head),
+                   rows=2)  # fmt: skip
+
+
 def test_an_unknown_loss_is_named():
     with pytest.raises(ValueError, match="e2e_tv"):
         losses.chunked("l2", torch.zeros(1, 1, 1, 1), nn.Identity(), torch.ones(1, 1, 1))

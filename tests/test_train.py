@@ -194,6 +194,86 @@ def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
     assert torch.equal(saved.fc.weight, whole["fc.weight"].bfloat16())
 
 
+@pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
+def test_branches_that_are_used_again_give_the_loss_of_those_branches(variant):
+    target, references = setup()
+    drafter = small_drafter(target, **DRAFTERS[variant])
+    batch = one_batch(target, references)
+    drawn, _, blocks = step_loss(CONFIG, drafter, *batch, STOP)
+    trunk, anchors, _, weight = batch
+    again, figures, same = step_loss(CONFIG, drafter, trunk, anchors, None, weight, STOP, blocks)
+    weights = [p for n, p in drafter.named_parameters()]
+    first, second = (
+        torch.autograd.grad(one, weights, allow_unused=True) for one in (drawn, again)
+    )
+    assert same is blocks and figures["nodes"] == 0
+    torch.testing.assert_close(drawn, again)
+    for got, want in zip(second, first):
+        if want is not None:
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_branches_are_drawn_once_for_so_many_steps(tmp_path, monkeypatch):
+    calls, honest = [], Drafter.propose
+    drafter = small_drafter(setup()[0])
+    target, references = drafter.target, setup()[1]
+    config = dataclasses.replace(CONFIG, reuse=2, save_every=2, eval_every=4)
+
+    def counted(self, trunk, anchors, *rest, **how):
+        calls.append(anchors.shape)
+        return honest(self, trunk, anchors, *rest, **how)
+
+    monkeypatch.setattr(Drafter, "propose", counted)
+    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
+    training.train(config, drafter, trunks, measure, tmp_path)
+    assert calls.count((3, 4)) == 2  # of four steps
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [r["nodes"] > 0 for r in log] == [True, False] * 2
+    assert log[0]["supervised"] == log[1]["supervised"] != log[2]["supervised"]
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dspark gated", "dflash2"])
+def test_need_is_how_often_the_first_draft_would_be_rejected(variant):
+    target, references = setup()
+    drafter = small_drafter(target, **DRAFTERS[variant])
+    chances = training.hardness(drafter, Trunks(target, references, 1.0), 0.7)
+    assert chances.shape == references.tokens.shape and (chances > 0).all()
+    missed = []
+    for row in (0, 4):
+        trunk = Trunks(target, references, 0.0)(torch.tensor([row]))
+        for a in range(int(references.prompt_lengths[row]), int(references.lengths[row]) - 1):
+            sampling = Sampling(0.7)
+            proposal = drafter.propose(trunk, torch.tensor([[a]]), 1, sampling)
+            q = proposal.probs()[0, 0, 0, 0]
+            p = (target.head(trunk.hidden[0, a]) / 0.7).softmax(-1)
+            missed.append((1 - losses.acceptance(p, q).item(), chances[row, a].item()))
+    missed = torch.tensor(missed)
+    # chances are half of it and half of a constant
+    rest = missed[:, 1] - missed[:, 0] / 2
+    assert rest.std() < 1e-5 and missed[:, 0].std() > 1e-3 and rest[0] > 0
+
+
+def test_the_best_drafter_is_kept_beside_the_last(tmp_path, monkeypatch):
+    als = iter([2.0, 1.0, 3.0, 2.0, 1.5, 1.5, 1.0, 1.0])  # at two temperatures, four times
+    monkeypatch.setattr(Measure, "__call__", lambda *_: type("Found", (), {"mean": next(als)}))
+    target, references = setup()
+    config = dataclasses.replace(CONFIG, eval_every=1)
+    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
+    drafter, saved = small_drafter(target), {}
+    honest = Drafter.save_pretrained
+
+    def kept(self, folder):
+        saved.setdefault(Path(folder).name, []).append(self.fc.weight.clone())
+        honest(self, folder)
+
+    monkeypatch.setattr(Drafter, "save_pretrained", kept)
+    totals = training.train(config, drafter, trunks, measure, tmp_path)
+    assert totals["best"] == {"step": 2, "al": 2.5} and len(saved["best"]) == 2
+    best = Drafter.from_pretrained(tmp_path / "best", target)
+    assert torch.equal(best.fc.weight, saved["best"][1].bfloat16())
+    assert not torch.equal(best.fc.weight, drafter.fc.weight.bfloat16())
+
+
 def test_a_log_ahead_of_its_checkpoint_is_cut_back(tmp_path):
     run(tmp_path, "ce", [2])
     with open(tmp_path / "log.jsonl", "a") as log:

@@ -308,6 +308,25 @@ def test_anchors_depend_on_seed_step_and_sequence_only():
     assert seen.min() == 4 and seen.max() == 18
 
 
+def test_anchors_drawn_by_need_are_weighted_so_that_every_mean_stays_the_same():
+    generator = torch.Generator().manual_seed(1)
+    chances = torch.rand(1, 20, generator=generator) + 0.2
+    values = torch.rand(20, generator=generator)
+    prompt, lengths, ids = torch.tensor([4]), torch.tensor([17]), torch.tensor([3])
+    found, seen = [], torch.zeros(20)
+    for step in range(400):
+        anchors, _, weights = draw_anchors(0, step, ids, prompt, lengths, (16, 1, 1), chances)
+        found.append((weights * values[anchors]).mean())
+        seen += torch.bincount(anchors[0], minlength=20)
+    found = torch.stack(found)
+    assert abs(found.mean() - values[4:16].mean()) < 4 * found.std() / 20
+    expected = chances[0, 4:16] / chances[0, 4:16].sum() * 6400
+    assert seen[:4].sum() == seen[16:].sum() == 0
+    assert ((seen[4:16] - expected).square() / expected).sum() < 11 + 6 * 22**0.5
+    none, _, nothing = draw_anchors(0, 0, ids, torch.tensor([16]), lengths, (3, 1, 1), chances)
+    assert none.tolist() == [[-1] * 3] and nothing.sum() == 0
+
+
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="do not fit"):
         build_tree(

@@ -1,0 +1,97 @@
+"""The grid of studies: what is run, kept and compared. `pytest tests/test_claims.py`"""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+from test_lessons import run
+
+import claims
+from claims import STUDIES, Arm, ClaimsConfig, acceptance, counts, own
+from measure import Acceptance, middle
+from train import TrainConfig
+
+SMALL = {
+    "--target-steps": 4, "--target-layers": 2, "--target-length": 32, "--num-references": 26,
+    "--prompt-length": 12, "--response-length": 24, "--warm-steps": 2, "--steps": 2,
+    "--eval-every": 1, "--eval-prompts": 4, "--eval-tokens": 8, "--draft-layers": 1,
+    "--num-anchors": 4, "--batch-size": 4}  # fmt: skip
+
+
+def flags(values: dict) -> list:
+    return [x for pair in values.items() for x in pair]
+
+
+def measured(seed, lift=0.0, P=6):
+    generator = torch.Generator().manual_seed(seed)
+    rounds = torch.randint(5, 9, (P,), generator=generator)
+    survived = torch.rand(P, 7, generator=generator).sort(descending=True).values * rounds[:, None]
+    return Acceptance((rounds * (2.0 + lift)).long(), rounds, rounds * 8, torch.zeros(P), survived,
+                      1.0)  # fmt: skip
+
+
+def test_every_arm_of_every_study_is_a_valid_run():
+    config = ClaimsConfig()
+    for study in STUDIES.values():
+        for arm, changes in study.arms.items():
+            values = study.changes | study.later | changes
+            if isinstance(values.get("steps"), str):
+                assert values["steps"] in STUDIES[study.like].arms and study.like
+                values["steps"] = 7
+            run_config = own(config, **values)
+            assert type(run_config) is TrainConfig and run_config.mode != "story", arm
+    starts = {(name, str(claims.places(config, name, 0)[0])) for name in STUDIES}
+    shared = {place for name, place in starts if name.startswith(("gqa", "time", "long", "abl"))}
+    assert shared == {"runs/claims/starts/gqa-dflash-s0"}  # one start, so that arms compare
+    assert len({place for _, place in starts}) == 4
+
+
+def test_a_measurement_is_kept_whole():
+    one = measured(0)
+    again = acceptance(json.loads(json.dumps(counts(one))))
+    assert again.mean == one.mean and again.survival == pytest.approx(one.survival)
+    assert torch.equal(again.resampled(), one.resampled())
+
+
+def test_gains_over_several_seeds_are_paired_by_prompt():
+    base, better = Arm([measured(0), measured(1)]), Arm([measured(0, 1.0), measured(1, 1.0)])
+    gain = better.over(base)
+    by_hand = 100 * ((better.found[0].mean + better.found[1].mean) /
+                     (base.found[0].mean + base.found[1].mean) - 1)  # fmt: skip
+    assert gain["percent"] == pytest.approx(by_hand) == pytest.approx(50.0)
+    assert gain["interval"] == pytest.approx((1.0, 1.0))  # every prompt gains exactly one
+    unpaired = middle(better.draws() - Arm([measured(2), measured(3)]).draws())
+    assert unpaired[1] - unpaired[0] >= 0 and better.survival == pytest.approx(base.survival)
+
+
+def test_a_study_runs_resumes_and_compares(tmp_path):
+    asked = ("--studies", "gqa-24", "time-24", *flags(SMALL), "--out", "c")
+    done = run(ROOT / "bench.py", "claims", *asked, "--arms", "ce", "specopd", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("al.json")}
+    assert len(times) == 3 * 3 + 1  # start, ce, specopd of three seeds; one arm of equal time
+    done = run(ROOT / "bench.py", "claims", *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())  # kept
+    assert len(list(tmp_path.rglob("al.json"))) == 5 * 3 + 3
+    found = json.loads((tmp_path / "c/summary.json").read_text())["claims"]
+    row = found["gqa-24"]["specopd"]["t1"]
+    assert row["al"] >= 1 and set(row["over"]) == {"start", "ce", "e2e", "rollout"}
+    assert len(row["best_survival"]) == 7
+    stages = {arm: json.loads((tmp_path / f"c/time-24/s0/{arm}/stage.json").read_text())
+              for arm in ("ce", "rollout")}  # fmt: skip
+    assert stages["rollout"]["made_with"]["steps"] >= 2
+    listed = run(ROOT / "bench.py", "claims", *asked, "--list", cwd=tmp_path)
+    assert "specopd (done)" in listed.stdout
+    changed = run(ROOT / "bench.py", "claims", *asked, "--lr", 0.5, cwd=tmp_path)
+    assert changed.returncode == 2 and "lr = 0.001, this run has 0.5" in changed.stderr
+
+
+def test_four_ways_on_from_a_given_start(folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter")
+    sizes = {k: v for k, v in SMALL.items() if k != "--draft-layers"}  # the given one's
+    done = run(ROOT / "bench.py", "claims", *pair, *flags(sizes), "--out", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
+    assert set(found) == {"start", "ce", "e2e", "rollout", "specopd"}
