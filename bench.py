@@ -9,6 +9,7 @@
     python bench.py al          acceptance length of drafters by task, a JSONL file each
     python bench.py speed       generation without a drafter, and with each, 1, 8 and 32 at once
     python bench.py claims      the grid of studies behind the tables; resumable
+    python bench.py report      one Markdown report of such folders, with pictures
     python bench.py hf          plain greedy decoding and prefill against transformers, if installed
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
@@ -160,18 +161,19 @@ def main():
     from bench_serving import bench_al, bench_chains, bench_decode, bench_hf, bench_speed
     from bench_training import bench_activity, bench_replay, bench_throughput, bench_tree
     from claims import ClaimsConfig, claims
+    from report import ReportConfig, report
 
     commands = {"throughput": bench_throughput, "tree": bench_tree, "replay": bench_replay,
                 "chains": bench_chains, "decode": bench_decode, "al": bench_al,
                 "speed": bench_speed, "hf": bench_hf, "activity": bench_activity,
-                "claims": claims}  # fmt: skip
+                "claims": claims, "report": report}  # fmt: skip
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         files.parse_flags(BenchConfig, __doc__, ["--help"])
     if command not in commands:
         raise ValueError(f"bench.py {command}: there is {', '.join(commands)}")
-    kind, text = {"claims": (ClaimsConfig, claims.__doc__)}.get(command, (BenchConfig, __doc__))
-    config = files.parse_flags(kind, text, sys.argv[2:])
+    kinds = {"claims": ClaimsConfig, "report": ReportConfig}
+    config = files.parse_flags(kinds.get(command, BenchConfig), __doc__, sys.argv[2:])
     figures = commands[command](config)
     path = Path(config.out) / "summary.json"
     before = files.read_json(path) if path.is_file() else {}

@@ -37,6 +37,7 @@ class ClaimsConfig(TrainConfig):
     eval_every: int = flag(50, "steps between two measurements of AL (starts: 250)", low=1)
     studies: tuple = flag((), "which ones, by name; empty: all, or `given` with --drafter")
     arms: tuple = flag((), "only these arms of the studies; empty: all")
+    seeds: tuple = flag((), "only these seeds of the studies; empty: all", kind=int)
     list: bool = flag(False, "say which studies and arms there are, and what is done")
 
 
@@ -188,6 +189,8 @@ def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
         worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
     world = worlds[arch]
     for seed in study.seeds:
+        if config.seeds and seed not in config.seeds:
+            continue
         start, changes = places(config, name, seed)
         if name != "given":
             often = max(250, config.eval_every)
@@ -210,45 +213,58 @@ def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
 
 @dataclass
 class Arm:
-    """An arm's measurements, one per seed, at one checkpoint and temperature."""
+    """An arm's measurements at one checkpoint and temperature, by seed."""
 
-    found: list
+    found: dict
 
     @property
     def al(self) -> float:
-        return sum(one.mean for one in self.found) / len(self.found)
+        return sum(one.mean for one in self.found.values()) / len(self.found)
 
     @property
     def survival(self) -> list[float]:
-        return torch.tensor([one.survival for one in self.found]).mean(0).tolist()
+        return torch.tensor([one.survival for one in self.found.values()]).mean(0).tolist()
 
     def draws(self) -> torch.Tensor:
-        return sum(one.resampled() for one in self.found) / len(self.found)
+        return sum(one.resampled() for one in self.found.values()) / len(self.found)
 
     def over(self, other: "Arm") -> dict:
-        """Gain in AL over another arm: percent, and the 95 % interval of the paired difference."""
-        low, high = middle(self.draws() - other.draws())
-        return {"percent": 100 * (self.al / other.al - 1), "interval": (low, high)}
+        """Gain in AL over another arm, on the seeds that both have: percent, and the 95 % interval
+        of the paired difference."""
+        seeds = self.found.keys() & other.found.keys()
+        mine, its = (Arm({seed: arm.found[seed] for seed in seeds}) for arm in (self, other))
+        interval = middle(mine.draws() - its.draws())
+        return {"percent": 100 * (mine.al / its.al - 1), "interval": interval, "seeds": len(seeds)}
+
+
+def done(config: ClaimsConfig, name: str) -> dict:
+    """{arm: {seed: folder}} of a study, of what is trained and measured."""
+    found = {}
+    for arm in STUDIES[name].arms:
+        places = {seed: folder_of(config, name, seed, arm) for seed in STUDIES[name].seeds}
+        there = {seed: place for seed, place in places.items() if (place / "al.json").is_file()}
+        found |= {arm: there} if there else {}
+    return found
 
 
 def read(config: ClaimsConfig, name: str) -> dict:
     """{arm: {checkpoint: {t: Arm}}} of a study as far as it is done, its start among them."""
-    study, found = STUDIES[name], {}
-    for arm in ("start", *study.arms):
-        paths = []
-        for seed in study.seeds:
-            folder = folder_of(config, name, seed, arm)
-            if arm == "start" and name == "given":
-                paths.append(Path(config.out) / name / "start.json")
-            else:
-                place = places(config, name, seed)[0] if arm == "start" else folder
-                paths.append(place / "al.json")
-        if all(path.is_file() for path in paths):
-            kept = [files.read_json(path) for path in paths]
-            found[arm] = {
-                when: {t: Arm([acceptance(one[when][t]) for one in kept]) for t in kept[0][when]}
-                for when in ("last", "best")
+    arms, found = done(config, name), {}
+    seeds = {seed for places in arms.values() for seed in places}
+    if name == "given":
+        starts = {seed: Path(config.out) / name / "start.json" for seed in seeds}
+    else:
+        starts = {seed: places(config, name, seed)[0] / "al.json" for seed in sorted(seeds)}
+    kinds = {arm: {s: place / "al.json" for s, place in held.items()} for arm, held in arms.items()}
+    for arm, paths in ({"start": starts} | kinds if seeds else {}).items():
+        kept = {seed: files.read_json(path) for seed, path in paths.items()}
+        found[arm] = {
+            when: {
+                f"t{t:g}": Arm({s: acceptance(one[when][f"t{t:g}"]) for s, one in kept.items()})
+                for t in TEMPERATURES
             }
+            for when in ("last", "best")
+        }
     return found
 
 
@@ -256,20 +272,21 @@ def shown(gain: dict) -> str:
     return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
 
 
-def table(name: str, found: dict, seeds: int, base: str = "start") -> tuple[list[str], dict]:
+def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]:
     """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL."""
-    title = f"{name}, {seeds} seed" + "s" * (seeds > 1)
-    lines = [f"| {title} | T = 0 | over {base} | T = 1 | over {base} | best: T = 0 | T = 1 |",
-             "|---" * 7 + "|"]  # fmt: skip
+    lines = [f"| {name} | seeds | T = 0 | over {base} | T = 1 | over {base} | best: T = 0 "
+             "| T = 1 |", "|---" * 8 + "|"]  # fmt: skip
     figures = {}
     for arm, ats in found.items():
         row = figures[arm] = {}
-        cells = [arm]
+        cells = [arm, str(len(ats["last"]["t0"].found))]
         for t, one in ats["last"].items():
             row[t] = {"al": one.al, "survival": one.survival}
             if arm != base and base in found:
                 row[t]["over"] = {
-                    other: one.over(found[other]["last"][t]) for other in found if other != arm
+                    other: one.over(of["last"][t])
+                    for other, of in found.items()
+                    if other != arm and one.found.keys() & of["last"][t].found.keys()
                 }
             cells += [f"{one.al:.3f}", shown(row[t]["over"][base]) if "over" in row[t] else ""]
         for t, one in ats["best"].items():
@@ -301,9 +318,9 @@ def claims(config: ClaimsConfig) -> dict:
     for name in names:
         study, found = STUDIES[name], read(config, name)
         if config.list:
-            done = ", ".join(f"{arm}{' (done)' * (arm in found)}" for arm in study.arms)
-            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; {done}")
+            shown_arms = ", ".join(f"{arm}{' (done)' * (arm in found)}" for arm in study.arms)
+            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; {shown_arms}")
             continue
-        lines, figures[name] = table(name, found, len(study.seeds))
+        lines, figures[name] = table(name, found)
         print("\n".join(["", *lines]))
     return figures

@@ -1,6 +1,7 @@
 """The grid of studies: what is run, kept and compared. `pytest tests/test_claims.py`"""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from test_lessons import run
 
 import claims
 from claims import STUDIES, Arm, ClaimsConfig, acceptance, counts, own
-from measure import Acceptance, middle
+from measure import Acceptance
 from train import TrainConfig
 
 SMALL = {
@@ -55,14 +56,17 @@ def test_a_measurement_is_kept_whole():
 
 
 def test_gains_over_several_seeds_are_paired_by_prompt():
-    base, better = Arm([measured(0), measured(1)]), Arm([measured(0, 1.0), measured(1, 1.0)])
+    base = Arm({seed: measured(seed) for seed in (0, 1)})
+    better = Arm({seed: measured(seed, 1.0) for seed in (0, 1)})
     gain = better.over(base)
     by_hand = 100 * ((better.found[0].mean + better.found[1].mean) /
                      (base.found[0].mean + base.found[1].mean) - 1)  # fmt: skip
     assert gain["percent"] == pytest.approx(by_hand) == pytest.approx(50.0)
     assert gain["interval"] == pytest.approx((1.0, 1.0))  # every prompt gains exactly one
-    unpaired = middle(better.draws() - Arm([measured(2), measured(3)]).draws())
-    assert unpaired[1] - unpaired[0] >= 0 and better.survival == pytest.approx(base.survival)
+    assert better.survival == pytest.approx(base.survival)
+    alone = Arm({1: measured(1, 1.0)}).over(base)  # on the one seed that both have
+    assert alone["seeds"] == 1 and alone["percent"] == pytest.approx(50.0)
+    assert Arm({0: measured(5)}).over(Arm({0: measured(6)}))["interval"][0] < 0
 
 
 def test_a_study_runs_resumes_and_compares(tmp_path):
@@ -86,6 +90,15 @@ def test_a_study_runs_resumes_and_compares(tmp_path):
     assert "specopd (done)" in listed.stdout
     changed = run(ROOT / "bench.py", "claims", *asked, "--lr", 0.5, cwd=tmp_path)
     assert changed.returncode == 2 and "lr = 0.001, this run has 0.5" in changed.stderr
+    told = run(ROOT / "bench.py", "report", "--claims", "c", "--out", "r", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    text = (tmp_path / "r/report.md").read_text()
+    assert f"| specopd | 3 | {found['gqa-24']['specopd']['t0']['al']:.3f} |" in text
+    for name in re.findall(r"\]\(([^)]+)\)", text):
+        assert (tmp_path / "r" / name).stat().st_size > 500, name
+    assert len(list((tmp_path / "r").glob("*.png"))) == 4
+    lines = (tmp_path / "r/gqa-24.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4 * 3 * 2 and lines[0] == "arm,seed,step,loss,al_t0,al_t1"
 
 
 def test_four_ways_on_from_a_given_start(folders, tmp_path):
