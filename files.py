@@ -30,6 +30,8 @@ def atomic(path):
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())  # or the name could outlive the content
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -81,6 +83,10 @@ def stage(folder: Path, wanted: dict, make) -> dict:
 
 
 # --------------------------------------------------------------------------------- flags and errors
+
+
+class Stopped(Exception):
+    """A run was asked to end, and has saved what it had."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,6 +182,9 @@ def exit_code(main) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
+    except Stopped as stopped:  # by SIGTERM
+        print(f"\n{stopped}", file=sys.stderr)
+        return 143
     except RuntimeError as error:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise

@@ -35,6 +35,7 @@ from tqdm import tqdm
 import distributed
 import files
 import loss as losses
+import resume
 from drafter import Drafter, Sampling, history
 from drafter_config import ARCHITECTURES, MARKOV_HEADS
 from files import flag
@@ -117,6 +118,11 @@ class TrainConfig:
     eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training", low=1)
     eval_tokens: int = flag(128, "tokens decoded per prompt", low=2)
     save_every: int = flag(100, "steps between two checkpoints", low=1)
+    keep: int = flag(2, "checkpoints kept: the last ones (the drafter of the best AL is kept, too)",
+                     low=1)  # fmt: skip
+    spike: float = flag(100.0, "leave out a step whose gradient is so many times as large as it "
+                        "was lately; 0: none", low=0)  # fmt: skip
+    max_skipped: int = flag(10, "end the run after so many left out in a row", low=1)
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
     def __post_init__(self):
@@ -139,8 +145,8 @@ class TrainConfig:
 
 
 # flags that do not change what a run learns, so that they may differ when it is resumed
-FREE = "out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways"
-FREE = FREE.split()
+FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
+    keep spike max_skipped""".split()
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
@@ -310,14 +316,10 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     lead, silent = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
     share = distributed.shared(Step(config, drafter), silent)
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
-    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
-    checkpoint = out / "checkpoint.pt"
-    if checkpoint.is_file():
-        try:
-            saved = torch.load(checkpoint, weights_only=True, map_location=device)
-        except Exception as error:  # torch raises many kinds for a damaged file
-            raise ValueError(f"{checkpoint} is damaged, remove it: {error!r:.80}") from None
-        files.check_same(saved["same"], same, checkpoint)
+    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
+    totals |= {"best": {}, "health": {}}
+    if saved := resume.load(out, device):
+        files.check_same(saved["same"], same, saved["path"])
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
@@ -326,13 +328,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
 
     def save(step: int) -> None:
-        if not lead:
-            return
-        with files.atomic(checkpoint) as temporary:
+        if lead:
             state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
-            torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, temporary)
+            state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+            resume.save(out, state, config.keep)
 
-    if not checkpoint.is_file():
+    if not saved:
         save(0)
     if lead:
         kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
@@ -342,19 +343,25 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     end, als = min(config.steps, config.stop_after or config.steps), {}
     bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}",
                disable=not lead)  # fmt: skip
-    with open(out / "log.jsonl" if lead else os.devnull, "a", encoding="utf-8") as log:
+    path = out / "log.jsonl" if lead else os.devnull
+    with open(path, "a", encoding="utf-8") as log, resume.Terminated() as terminated:
         for step in bar:
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             batch = next_batch(config, drafter, trunks, step, measure.stop_ids, blocks, hard)
             value, figures, blocks = share(*batch)
             (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
-            norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
-            update(optimizers)
+            norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip).item()
             counts = ("supervised", "nodes", "unmerged")
-            figures |= {name: distributed.total(figures[name]) for name in counts}
-            value = distributed.total(value.detach())
-            record = {"step": step + 1, "loss": value.item(), "grad_norm": norm.item()}
+            mine = [value.detach(), *(figures.pop(name) for name in counts)]
+            mine = torch.stack([x.double() for x in (*mine, value.new_tensor(terminated.asked))])
+            value, *found, asked = distributed.total(mine).tolist()  # one message for all of them
+            if resume.sound(value, norm, totals["health"], config.spike, config.max_skipped):
+                update(optimizers)
+            for parameter in drafter.parameters():
+                parameter.grad = None
+            record = {"step": step + 1, "loss": value, "grad_norm": norm}
+            record |= dict(zip(counts, map(int, found)))
             record |= {k: v.tolist() for k, v in figures.items()}
             totals["seconds"] += time.perf_counter() - begin
             for key in counts:
@@ -370,8 +377,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             speed = totals["supervised"] / totals["seconds"]
             shown = {k.replace("al_t", "AL@"): f"{v:.2f}" for k, v in als.items()}
             bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
-            if (step + 1) % config.save_every == 0 or step + 1 == end:
+            asked = asked and (step + 1) % config.reuse == 0  # branches at hand are used first
+            if (step + 1) % config.save_every == 0 or step + 1 == end or asked:
                 save(step + 1)
+            if asked and step + 1 < end:
+                raise files.Stopped(f"asked to end: step {step + 1} of {config.steps} is saved in "
+                                     f"{out}, the same command goes on")  # fmt: skip
     if lead and end == config.steps and not (out / "summary.json").is_file():
         drafter.save_pretrained(out)
         last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])

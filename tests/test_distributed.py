@@ -33,7 +33,7 @@ def gradients(arch: str, mode: str, variant: str) -> dict:
     config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1)
     batch = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
     share = distributed.shared(Step(config, drafter))
-    value, figures = share(*batch)
+    value, figures, _ = share(*batch)
     (value * distributed.size()).backward()
     found = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
     figures["supervised"] = distributed.total(figures["supervised"])

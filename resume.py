@@ -1,0 +1,99 @@
+"""What a long run survives: being stopped, a step that went wrong, a full disk, a damaged file.
+
+A checkpoint holds the drafter, the optimizers, the step and what was counted. Which references a
+step sees and what is drawn there follow from (seed, step, sequence) alone, so there is no state of
+a generator and no place in the data to keep, and a run that goes on is bit for bit the run that was
+never stopped.
+
+    pytest tests/test_resume.py
+"""
+
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+
+import files
+
+PATIENCE = 20  # steps after which a gradient's size is compared with those before
+
+
+def place(folder: Path, age: int = 0) -> Path:
+    """The newest checkpoint of a run, or the one that was the newest so many times ago."""
+    return folder / (f"checkpoint.{age}.pt" if age else "checkpoint.pt")
+
+
+def load(folder: Path, device) -> dict | None:
+    """The newest checkpoint that can be read, None if there never was one."""
+    paths = [path for age in range(100) if (path := place(folder, age)).is_file()]
+    for path in paths:
+        try:
+            saved = torch.load(path, weights_only=True, map_location=device)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            damage = f"{path} is damaged, remove it: {error!r:.80}"
+            print(f"{damage}; an older one is tried")
+            continue
+        return saved | {"path": path}
+    if paths:
+        raise ValueError(damage)
+    return None
+
+
+def save(folder: Path, state: dict, keep: int = 1) -> None:
+    """Write a checkpoint whole, or not at all; `keep` of them stay, this one included."""
+    newest = place(folder)
+    with files.atomic(newest) as temporary:
+        try:
+            torch.save(state, temporary)
+        except RuntimeError as error:  # how torch says that the disk is full
+            raise OSError(f"{newest} could not be written, the one before it is intact: "
+                          f"{str(error).splitlines()[0]:.120}") from None  # fmt: skip
+        for age in reversed(range(1, keep)):  # the new one is whole: the others grow older
+            if place(folder, age - 1).is_file():
+                os.replace(place(folder, age - 1), place(folder, age))
+
+
+class Terminated:
+    """Notes that the process was asked to end (SIGTERM), so that it can do so between two steps."""
+
+    def __init__(self):
+        self.asked, self.before = False, None
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self.note)
+        return self
+
+    def note(self, *_):
+        self.asked = True
+
+    def __exit__(self, *_):
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+
+
+def sound(value: float, norm: float, health: dict, spike: float, most: int) -> bool:
+    """Whether a step may change the drafter: its loss and its gradient's norm are finite, and the
+    norm is not `spike` times what it was lately (0: never mind). `health` is what is known of the
+    run: sound steps, those left out, and in a row, and the norm lately; `most` left out in a row
+    are an error."""
+    if not health:
+        health |= {"sound": 0, "skipped": 0, "in_a_row": 0, "norm": 0.0}
+    wild = spike and health["sound"] >= PATIENCE and norm > spike * health["norm"]
+    if math.isfinite(value) and math.isfinite(norm) and not wild:
+        health["sound"] += 1
+        health["in_a_row"] = 0
+        # the mean of the first steps, then one that forgets
+        health["norm"] += (norm - health["norm"]) / min(health["sound"], PATIENCE)
+        return True
+    health["skipped"] += 1
+    health["in_a_row"] += 1
+    if health["in_a_row"] >= most:
+        raise ValueError(
+            f"{most} steps in a row went wrong, the last with loss {value:.3g} and gradient norm "
+            f"{norm:.3g}: lower --lr and --matrix-lr, and start again from the last checkpoint"
+        )
+    return False

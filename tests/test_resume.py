@@ -1,0 +1,190 @@
+"""What a long run survives. `pytest tests/test_resume.py` (KILLS=20 for a long evening)"""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, small_drafter
+from test_distributed import free_port
+from test_train import CONFIG, STOP, setup
+
+import files
+import resume
+import train as training
+from measure import Measure
+from target import Trunks
+
+
+def test_the_last_few_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path, capsys):
+    assert resume.load(tmp_path, "cpu") is None
+    for step in range(5):
+        resume.save(tmp_path, {"step": step}, keep=3)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint.1.pt", "checkpoint.2.pt", "checkpoint.pt"]
+    assert resume.load(tmp_path, "cpu")["step"] == 4
+    for age, older in ((0, 3), (1, 2)):
+        path = resume.place(tmp_path, age)
+        path.write_bytes(path.read_bytes()[:-100])
+        assert resume.load(tmp_path, "cpu")["step"] == older
+        assert f"{path} is damaged" in capsys.readouterr().out
+    resume.place(tmp_path, 2).write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="checkpoint.2.pt is damaged"):
+        resume.load(tmp_path, "cpu")
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path, monkeypatch):
+    resume.save(tmp_path, {"step": 1}, keep=2)
+    honest, calls = os.replace, []
+
+    def killed(source, destination):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(destination)
+        honest(source, destination)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resume.save(tmp_path, {"step": 2}, keep=2)
+    assert calls == [resume.place(tmp_path, 1)] and not resume.place(tmp_path).exists()
+    assert resume.load(tmp_path, "cpu")["step"] == 1
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+import pathlib, torch, files, resume
+state = {"step": 2, "weights": torch.zeros(100_000)}
+sys.exit(files.exit_code(lambda: resume.save(pathlib.Path(sys.argv[1]), state, keep=2)))
+"""
+
+
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_intact(tmp_path):
+    resume.save(tmp_path, {"step": 1}, keep=2)
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "intact" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert resume.load(tmp_path, "cpu")["step"] == 1
+
+
+def test_a_step_is_sound_if_it_is_finite_and_not_far_from_those_before():
+    health = {}
+    assert all(resume.sound(1.0, norm, health, 10.0, 3) for norm in (275, *[1.0] * 60))
+    assert health["sound"] == 61 and 1 < health["norm"] < 3
+    nan, inf = float("nan"), float("inf")
+    assert not resume.sound(nan, 1.0, health, 10.0, 3) and not resume.sound(1, inf, health, 10, 3)
+    assert resume.sound(1.0, 1.0, health, 10.0, 3) and health["in_a_row"] == 0
+    assert not resume.sound(1.0, 1e3, health, 10.0, 3) and resume.sound(1.0, 1e3, health, 0, 3)
+    assert health["skipped"] == 3
+    health["norm"] = 1.0
+    for _ in range(2):
+        assert not resume.sound(1.0, 1e3, health, 10.0, 3)
+    with pytest.raises(ValueError, match="--lr"):
+        resume.sound(1.0, 1e3, health, 10.0, 3)
+
+
+@pytest.mark.parametrize("bad", [{2}, {1, 2, 3, 4}])
+def test_a_step_that_is_not_finite_changes_nothing_and_many_end_the_run(tmp_path, monkeypatch, bad):
+    honest, weights = training.step_loss, []
+    target, references = setup()
+    drafter = small_drafter(target)
+
+    def broken(*args):
+        weights.append(drafter.fc.weight.clone())
+        value, figures, blocks = honest(*args)
+        return value * float("nan") if len(weights) in bad else value, figures, blocks
+
+    monkeypatch.setattr(training, "step_loss", broken)
+    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
+    config = dataclasses.replace(CONFIG, max_skipped=3)
+    if len(bad) > 1:
+        with pytest.raises(ValueError, match="3 steps in a row"):
+            training.train(config, drafter, trunks, measure, tmp_path)
+        return
+    totals = training.train(config, drafter, trunks, measure, tmp_path)
+    moved = [not torch.equal(a, b) for a, b in zip(weights, weights[1:])]
+    assert moved == [True, False, True] and totals["health"]["skipped"] == 1
+    assert drafter.fc.weight.isfinite().all()
+
+
+# --------------------------------------------------------------------- runs that are interrupted
+
+SMALL = """--mode specopd --steps 60 --batch-size 4 --num-anchors 4 --num-references 8
+    --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --eval-every 20
+    --save-every 3 --warmup 1""".split()
+
+
+def begin(folders, cwd, out: str, processes: int) -> subprocess.Popen:
+    start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}",
+             f"--master_port={free_port()}"] if processes > 1 else []  # fmt: skip
+    command = [sys.executable, *start, ROOT / "train.py", *SMALL, "--out", out, "--target",
+               folders / "target", "--drafter", folders / "drafter"]  # fmt: skip
+    return subprocess.Popen(
+        list(map(str, command)), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+
+
+def steps_of(log) -> int:
+    return len(log.read_text().splitlines()) if log.is_file() else 0
+
+
+def wait_for_a_step(process, log, more: int) -> None:
+    before, deadline = steps_of(log), time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if steps_of(log) >= min(before + more, 58):
+            return
+        time.sleep(0.02)
+
+
+def weights_of(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["drafter"]
+
+
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(folders, tmp_path):
+    whole = begin(folders, tmp_path, "whole", 1)
+    assert whole.wait(300) == 0, whole.stderr.read()
+    parts = begin(folders, tmp_path, "parts", 1)
+    wait_for_a_step(parts, tmp_path / "parts/specopd/log.jsonl", 5)
+    parts.send_signal(signal.SIGTERM)
+    assert parts.wait(60) == 143
+    last = parts.stderr.read().strip().splitlines()[-1]
+    saved = resume.load(tmp_path / "parts/specopd", "cpu")["step"]
+    assert f"step {saved} of 60 is saved" in last and saved >= 5
+    assert begin(folders, tmp_path, "parts", 1).wait(300) == 0
+    one, two = (weights_of(tmp_path / out / "specopd") for out in ("whole", "parts"))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_kills_at_random_moments_lose_nothing(folders, tmp_path):
+    """Two processes, killed (-9) again and again, then left alone: the uninterrupted run's weights,
+    bit for bit, and at no time a checkpoint that cannot be read."""
+    whole = begin(folders, tmp_path, "whole", 2)
+    assert whole.wait(600) == 0, whole.stderr.read()
+    log, generator = tmp_path / "parts/specopd/log.jsonl", random.Random(0)
+    for _ in range(int(os.environ.get("KILLS", 2))):
+        process = begin(folders, tmp_path, "parts", 2)
+        wait_for_a_step(process, log, generator.randrange(1, 6))
+        time.sleep(generator.random() * 0.3)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in tmp_path.glob("parts/specopd/checkpoint*.pt"):
+            torch.load(path, weights_only=True)
+    last = begin(folders, tmp_path, "parts", 2)
+    assert last.wait(600) == 0, last.stderr.read()
+    one, two = (weights_of(tmp_path / out / "specopd") for out in ("whole", "parts"))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    texts = [(tmp_path / out / "specopd/log.jsonl").read_text() for out in ("whole", "parts")]
+    assert [json.loads(line) for line in texts[0].splitlines()] == [
+        json.loads(line) for line in texts[1].splitlines()
+    ]
+    assert files.read_json(tmp_path / "parts/specopd/summary.json")["best"]
