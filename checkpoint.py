@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import FP8_BLOCK, ModelConfig
 from files import atomic, read_json
@@ -229,6 +230,7 @@ def load_weights(
                 raise ValueError(f"{where[stored]}: tensor {stored} holds {tensor.dtype}, another "
                                  f"shard of it {found[name].dtype}")  # fmt: skip
             found[name][region] = tensor.to(found[name].dtype)
+        found[name] = placed(found[name], wanted[name])
     lacking = wanted.keys() - found.keys() - same.keys()
     scales = {name: torch.ones(()) for name in lacking}  # of a table not in FP8
     for name in scales:
@@ -237,6 +239,16 @@ def load_weights(
     found |= scales | {name: found[other] for name, other in same.items()}
     module.load_state_dict(found, assign=True)
     return skipped
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that is to become the parameter `like`, if that is spread
+    over several (FSDP2); otherwise the tensor."""
+    if not isinstance(like, DTensor):
+        return tensor
+    where = like.device_mesh, like.placements
+    part = distribute_tensor(tensor, *where, src_data_rank=None).to_local().clone()
+    return DTensor.from_local(part, *where, shape=tensor.shape, stride=tensor.stride())
 
 
 def in_shards(tensors: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
@@ -256,9 +268,8 @@ def by_columns(module: nn.Module) -> None:
     """Lay out float32 matrices on a CPU input by input: it multiplies one row by them a fifth
     sooner, which is what decoding does. Their values and names stay as they are."""
     for one in module.modules():
-        if isinstance(one, nn.Linear) and (one.weight.device.type, one.weight.dtype) == (
-            "cpu", torch.float32
-        ):  # fmt: skip
+        kind = (one.weight.device.type, one.weight.dtype) if isinstance(one, nn.Linear) else None
+        if kind == ("cpu", torch.float32) and type(one.weight) is nn.Parameter:
             one.weight.data = one.weight.data.t().contiguous().t()
 
 

@@ -2,15 +2,22 @@
 
     torchrun --nproc_per_node=8 train.py --mode specopd --target FOLDER --drafter FOLDER ...
 
-Every process has the whole target and drafter and takes every n-th sequence of a batch. Branches
-depend on seed, step and sequence alone, and a loss is a sum over a denominator of the whole batch
-(`total`), so the gradient is the same however many processes there are. Gradients go through
+Every process has the drafter and takes every n-th sequence of a batch. Branches depend on seed,
+step and sequence alone, and a loss is a sum over a denominator of the whole batch (`total`), so the
+gradient is the same however many processes there are. Gradients go through
 DistributedDataParallel; the first process writes, prints and measures.
+
+The target is whole on every process, or its layers are spread over all of them (`shard`, FSDP2) and
+each layer is gathered while it runs. Then a process can run it only together with the others, and
+they may want it at different times and unequally often: rollouts end when they end, and AL is
+measured by one. So whoever calls it says so first, and whoever waits for the others (in `total`)
+runs it along with them, on nothing, until all wait (`Pace`).
 
     pytest tests/test_distributed.py
 """
 
 import datetime
+import itertools
 import os
 import sys
 
@@ -18,6 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import TABLE
+from tree import causal_view
 
 PATIENCE = datetime.timedelta(hours=2)  # the others wait while the first one measures
 
@@ -37,6 +47,8 @@ def start(device: str) -> str:
 
 def stop() -> None:
     if dist.is_initialized():
+        total(torch.zeros(1, device=_device()))  # nobody leaves while another may need it
+        _paces.clear()
         dist.destroy_process_group()
 
 
@@ -52,6 +64,8 @@ def total(x: Tensor) -> Tensor:
     """The sum of x over all processes, without a gradient."""
     if size() == 1:
         return x
+    for pace in _paces:
+        pace.wait()
     x = x.detach().clone()
     dist.all_reduce(x)
     return x
@@ -59,13 +73,67 @@ def total(x: Tensor) -> Tensor:
 
 def in_turn(make):
     """make() on the first process, and then, when what it makes is there, on the others."""
-    if rank():
-        dist.barrier()
-        return make()
-    made = make()
+    made = None if rank() else make()
     if size() > 1:
-        dist.barrier()
-    return made
+        total(torch.zeros(1, device=_device()))
+    return make() if rank() else made
+
+
+class Pace:
+    """Keeps the processes' calls of a sharded module in step: each is announced, and is made by all
+    of them, in earnest or not."""
+
+    def __init__(self, module: nn.Module, idle):
+        self.idle, self.along = idle, False
+        module.register_forward_pre_hook(self.announced, prepend=True)  # before layers are gathered
+
+    def announced(self, *_) -> None:
+        if not self.along:
+            self.called(1.0)
+
+    def called(self, mine: float) -> bool:
+        calls = torch.tensor(mine, device=_device())
+        dist.all_reduce(calls)
+        return calls.item() > 0
+
+    def wait(self) -> None:
+        """Until no process calls the module any more; run it along with those that do."""
+        while self.called(0.0):
+            self.along = True
+            self.idle()
+            self.along = False
+
+
+_paces: list[Pace] = []  # of the sharded modules of this process, in the order they were made
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
+
+
+def shard(model: nn.Module, device) -> None:
+    """Spread the parameters of a frozen decoder's layers over all processes. What the host keeps
+    (n-gram tables) and what is outside the layers (embedding, head, norms) stays whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if size() == 1:
+        raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
+    mesh = init_device_mesh(_device().split(":")[0], (size(),))
+    inside = {p for layer in model.layers for name, p in layer.named_parameters()
+              if not name.endswith(TABLE)}  # fmt: skip
+    whole = set(model.parameters()) - inside
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    for layer, following in itertools.pairwise(model.layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+    @torch.no_grad()
+    def idle():
+        model(torch.zeros(1, 1, dtype=torch.long, device=device), causal_view(1, 1, device))
+
+    _paces.append(Pace(model, idle))
 
 
 def own(rows: Tensor) -> Tensor:
@@ -78,6 +146,7 @@ def shared(module: nn.Module, unused: bool = False) -> nn.Module:
     not all of them get one."""
     if size() == 1:
         return module
+    total(torch.zeros(1, device=_device()))  # its own messages are about to be sent
     devices = [next(module.parameters()).device]
     return DistributedDataParallel(
         module, devices if devices[0].type == "cuda" else None, find_unused_parameters=unused

@@ -72,7 +72,8 @@ def prepare(config, out: Path):
         wanted = {key: getattr(config, key) for key in keys}
         result = stage(folder, wanted, lambda: make_target(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
-    target = Target.from_pretrained(folder, config.device, getattr(torch, config.dtype, None))
+    kind = getattr(torch, config.dtype, None)
+    target = Target.from_pretrained(folder, config.device, kind, config.shard_target)
     longest = config.prompt_length + max(config.response_length, config.eval_tokens)
     limit = target.config.max_position_embeddings
     if longest > limit:

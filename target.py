@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
+import distributed
 import replay
 from config import FAMILIES, ModelConfig
 from data import References, load_tokenizer
@@ -260,14 +261,16 @@ class Target(nn.Module):
         return toy.requires_grad_(False)
 
     @classmethod
-    def from_pretrained(cls, folder, device="cpu", dtype=None) -> "Target":
-        """A Hugging Face folder (config.json, model.safetensors), frozen. dtype None: what its
-        config names."""
+    def from_pretrained(cls, folder, device="cpu", dtype=None, shard=False) -> "Target":
+        """A Hugging Face folder, frozen. dtype None: what its config names. shard: spread its
+        layers over all processes, see distributed.py."""
         folder = checkpoint.checkpoint_folder(str(folder))
         found = read_json(folder / "config.json")
         config = ModelConfig.from_dict(found, str(folder / "config.json"))
         with torch.device("meta"):
-            target = cls(config)
+            target = cls(config).requires_grad_(False)
+        if shard:
+            distributed.shard(target.model, device)
         dtype = dtype or checkpoint.stored_dtype(found, folder)
         where, tied = checkpoint.layout(config), target.tied_names()
         skipped = checkpoint.load_weights(target, folder, device, dtype, where, tied)
@@ -285,10 +288,8 @@ class Target(nn.Module):
                 raise ValueError(f"{folder}/tokenizer.json: ids that are no numbers") from None
             target.num_tokens = max(ids, default=config.vocab_size - 1) + 1
             if target.num_tokens > config.vocab_size:
-                raise ValueError(
-                    f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size is "
-                    f"{config.vocab_size}"
-                )
+                raise ValueError(f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size "
+                                 f"is {config.vocab_size}")  # fmt: skip
         return target.requires_grad_(False)
 
     def tied_names(self) -> dict[str, str]:

@@ -57,6 +57,7 @@ class TrainConfig:
     seed: int = flag(0, "of everything drawn")
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "of the target; empty: what its config names", choices=files.DTYPES)
+    shard_target: bool = flag(False, "spread the target's layers over the processes (FSDP2)")
     target: str = flag("", "a target's folder; empty: train the toy")
     drafter: str = flag("", "the drafter to start from; empty: a fresh one")
     arch: str = flag("gqa", "the toy target: gqa, gdn, qsa", choices=tuple(TOYS))
@@ -146,7 +147,7 @@ class TrainConfig:
 
 # flags that do not change what a run learns, so that they may differ when it is resumed
 FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
-    keep spike max_skipped""".split()
+    keep spike max_skipped shard_target""".split()
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
@@ -404,7 +405,13 @@ def main():
         if distributed.size() > 1:
             raise ValueError("several processes go with one --mode, not with the story")
         return story(config, out)
-    target, tokenizer, measure, references = distributed.in_turn(lambda: prepare(config, out))
+    if config.shard_target:  # nobody may go ahead: a layer runs on all processes or on none
+        if not (config.target and config.references):
+            raise ValueError("--shard-target goes with --target FOLDER and --references FILE")
+        made = prepare(config, out)
+    else:
+        made = distributed.in_turn(lambda: prepare(config, out))
+    target, tokenizer, measure, references = made
     drafter = start_drafter(config, target, tokenizer)
     kept = 0.0 if config.mode == "rollout" else config.cache_gib  # which reads no reference's trunk
     trunks = Trunks(target, references, kept, config.checkpoint_every or None)

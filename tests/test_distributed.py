@@ -15,6 +15,7 @@ from test_train import CONFIG, STOP
 import distributed
 from data import References
 from drafter import Drafter
+from measure import Measure
 from serve import generate
 from target import Target, Trunks
 from train import MODES, Step, next_batch
@@ -23,14 +24,16 @@ CASES = [(arch, mode, "dflash") for arch in ARCHS for mode in MODES]
 CASES += [("gqa", mode, kind) for mode in ("ce", "specopd") for kind in ("dspark rnn", "dflash2")]
 
 
-def gradients(arch: str, mode: str, variant: str) -> dict:
+def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
     """Of one step on a batch of four references, this process's share of it."""
-    target = small_target(arch=arch)
+    target = target or small_target(arch=arch)
     prompts = torch.randint(0, 20, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
     texts = [r.tokens for r in generate(target, None, prompts, 16, 1.0, 0, STOP)]
     references = References.from_lists(prompts, texts, 0)
     drafter = small_drafter(target, **DRAFTERS[variant])
     config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1)
+    if distributed.rank() == 0:  # only one measures; the others must not be in its way
+        Measure([[1, 2, 3]], 8, STOP, 0)(target, drafter, 1.0)
     batch = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
     share = distributed.shared(Step(config, drafter))
     value, figures, _ = share(*batch)
@@ -50,6 +53,66 @@ def worker(number: int, size: int, port: int, out: str) -> None:
     if number == 0:
         torch.save(found, out)
     distributed.stop()
+
+
+def sharded_worker(number: int, size: int, port: int, folder: str, out: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    distributed.start("cpu")
+    found = {}
+    for arch in ARCHS:
+        target = Target.from_pretrained(f"{folder}/{arch}", shard=True)
+        target.num_tokens = small_target(arch=arch).num_tokens
+        parts = [p.to_local().numel() if hasattr(p, "to_local") else p.numel()
+                 for p in target.model.layers.parameters()]  # fmt: skip
+        with torch.no_grad():
+            found[arch] = {"logits": target(TEXT), "held": torch.tensor(sum(parts))}
+        found |= {f"{arch} {mode}": gradients(arch, mode, "dflash", target) for mode in MODES}
+    if number == 0:
+        torch.save(found, out)
+    distributed.stop()
+
+
+TEXT = torch.arange(36).view(2, 18) % 20
+
+
+def test_a_target_spread_over_two_processes_says_and_teaches_the_same(tmp_path):
+    """Though they want it unequally often: rollouts end when they end, and one process measures."""
+    for arch in ARCHS:
+        small_target(arch=arch).save_pretrained(tmp_path / arch, eos_token_id=21, pad_token_id=0)
+    args = 2, free_port(), str(tmp_path), str(tmp_path / "found.pt")
+    torch.multiprocessing.spawn(sharded_worker, args, nprocs=2)
+    found = torch.load(tmp_path / "found.pt")
+    for arch in ARCHS:
+        target = small_target(arch=arch)
+        whole = sum(p.numel() for p in target.model.layers.parameters())
+        assert found[arch]["held"] < 0.65 * whole  # half, and what stays whole
+        torch.testing.assert_close(found[arch]["logits"], target(TEXT), atol=1e-5, rtol=0)
+        for mode in MODES:
+            alone, spread = gradients(arch, mode, "dflash"), found[f"{arch} {mode}"]
+            for name, tensor in alone.items():
+                scale = max(tensor.abs().max().item(), 1.0)
+                gap = (tensor - spread[name]).abs().max().item() / scale
+                assert gap < (1e-6 if arch == "gqa" else 5e-6), (arch, mode, name, gap)
+
+
+def test_a_run_on_a_spread_target_is_the_run_on_a_whole_one(folders, tmp_path):
+    made = train(folders, tmp_path, 0, "--out", "one")
+    assert made.returncode == 0, made.stderr[-2000:]
+    given = ("--references", "one/references.safetensors", "--eval-every", 2)
+    spread = train(folders, tmp_path, 2, "--out", "two", "--shard-target", *given)
+    assert spread.returncode == 0, spread.stderr[-2000:]
+    logs = [[json.loads(line) for line in (tmp_path / out / "specopd/log.jsonl").open()]
+            for out in ("one", "two")]  # fmt: skip
+    for one, two in zip(*logs):
+        assert one["supervised"] == two["supervised"] > 0
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    assert "al_t0" in logs[1][1]  # measured on the way, by one process
+    refused = train(folders, tmp_path, 2, "--out", "odd", "--shard-target")
+    assert refused.returncode != 0 and "--references FILE" in refused.stderr
+    alone = train(folders, tmp_path, 0, "--out", "odd", "--shard-target", *given)
+    assert alone.returncode == 2 and "torchrun" in alone.stderr
 
 
 def free_port() -> int:
