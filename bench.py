@@ -14,7 +14,7 @@
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
 figures go to the terminal and to summary.json in --out. What each measures stands in
-bench_training.py (the first three) and bench_serving.py.
+bench_training.py (the first four), bench_serving.py, claims.py and report.py.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ class BenchConfig:
     num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several", kind=int, low=1)
     num_branches: int = flag(1, "tree: branches per anchor; throughput: beside 1 and 2", low=1)
     num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
-    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; "
-                            "throughput: 32 at least", low=1)  # fmt: skip
+    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; speed: "
+                            "or as many as are decoded at once; throughput: 32 at least",
+                            low=1)  # fmt: skip
     prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
     max_new_tokens: int = flag(200, "decode, al, speed: tokens generated per prompt", low=2)
     concurrency: tuple = flag((1, 8, 32), "speed: prompts decoded at once", kind=int, low=1)
-    alone: int = flag(8, "speed: prompts where fewer are decoded at once", low=1)
     temperature: float = flag(0.0, "speed: of decoding", low=0)
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "empty: what the target's config names", choices=files.DTYPES)
@@ -176,7 +176,11 @@ def main():
     config = files.parse_flags(kinds.get(command, BenchConfig), __doc__, sys.argv[2:])
     figures = commands[command](config)
     path = Path(config.out) / "summary.json"
+    if figures is None:
+        return
     before = files.read_json(path) if path.is_file() else {}
+    if command == "claims":  # of other studies
+        figures = before.get("claims", {}) | figures
     files.write_json(path, before | {command: figures | {"config": dataclasses.asdict(config)}})
 
 

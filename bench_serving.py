@@ -88,50 +88,55 @@ def bench_decode(config: BenchConfig) -> dict:
 
 def bench_speed(config: BenchConfig) -> dict:
     """Tokens/s of generation without a drafter and with each drafter, by task and by how many
-    prompts are decoded at once; at temperature 0 all texts must be those of plain decoding."""
+    prompts are decoded at once, arms in turn; at temperature 0 all texts must be those of plain
+    decoding."""
     if not (config.target and config.drafters):
         raise ValueError("bench.py speed needs --target FOLDER and --drafters FOLDER ...")
     target, _ = load(config)
     tokenizer = data.load_tokenizer(config.target)
-    tasks = {"text": held_out_prompts(config, config.num_prompts, config.prompt_length)}
+    most = max(config.num_prompts, *config.concurrency)
     if config.tasks:
-        size = config.num_prompts, config.prompt_length
-        tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
+        tasks = read_tasks(config.tasks, tokenizer, most, config.prompt_length, config.seed)
+    else:
+        tasks = {"text": held_out_prompts(config, most, config.prompt_length)}
+    kind = target.lm_head.weight.dtype
     arms = {"off": None}
-    for folder in config.drafters:
-        kind = target.lm_head.weight.dtype
-        arms["/".join(Path(folder).parts[-2:])] = Drafter.from_pretrained(folder, target, kind)
+    arms |= {folder: Drafter.from_pretrained(folder, target, kind) for folder in config.drafters}
     n, heat, figures = config.max_new_tokens, config.temperature, {}
+    asked = (heat, config.seed, tokenizer.stop_ids)
     print(f"temperature {heat:g}, {n} tokens a prompt, {config.device}, "
-          f"{torch.get_num_threads()} threads; tokens/s (AL) x plain")  # fmt: skip
+          f"{torch.get_num_threads()} threads, medians of {config.repeats}; tokens/s (AL) x plain")
     for size in config.concurrency:
-        rows = figures[f"{size} at once"] = {}
-        print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-24:]:>26s}" for name in arms))
+        rows, ratios = {}, {name: [] for name in arms}
+        print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))
         for task, prompts in tasks.items():
-            # a full batch of long texts each, or few: what is measured is the batch's size
-            used = prompts[: max(size, min(len(prompts), config.alone))]
-            row, texts = rows.setdefault(task, {}), {}
-            for name, drafter in arms.items():
-                asked = (heat, config.seed, tokenizer.stop_ids)
-                evaluate(target, drafter, used[:size], 8, *asked, batch_size=size)  # warms up
-                found = evaluate(target, drafter, used, n, *asked, batch_size=size)
-                texts[name] = found.texts
-                speed = sum(map(len, found.texts)) / found.seconds
-                row[name] = {"tokens_per_s": speed, "al": found.mean if drafter else 1.0,
-                             "same_text": heat > 0 or found.texts == texts["off"]}  # fmt: skip
-            plain = row["off"]["tokens_per_s"]
+            if len(prompts) < size:
+                print(f"{task[:12]:12s} has but {len(prompts)} prompts: left out")
+                continue
+            used = prompts[: max(size, min(len(prompts), config.num_prompts) // size * size)]
+            found = {name: [] for name in arms}
+            for repeat in range(config.repeats + 1):  # the first warms up
+                for name, drafter in arms.items():
+                    part, length = (used, n) if repeat else (used[:size], 8)
+                    one = evaluate(target, drafter, part, length, *asked, batch_size=size)
+                    found[name] += [one] * (repeat > 0)
+            row = rows[task] = {}
+            for name, ones in found.items():
+                speeds = sorted(sum(map(len, one.texts)) / one.seconds for one in ones)
+                row[name] = {"tokens_per_s": speeds[len(speeds) // 2], "low": speeds[0],
+                             "high": speeds[-1], "al": ones[0].mean if arms[name] else 1.0,
+                             "same_text": heat > 0 or ones[0].texts == found["off"][0].texts}
+                ratio = row[name]["tokens_per_s"] / row["off"]["tokens_per_s"]
+                ratios[name].append(ratio if row[name]["same_text"] else None)
             print(f"{task[:12]:12s}" + "".join(
-                f"{one['tokens_per_s']:11.1f} ({one['al']:.3f}) " +
-                (f"{one['tokens_per_s'] / plain:5.2f}x" if one["same_text"] else "DIFFER")
-                for one in row.values()))  # fmt: skip
-        means = {
-            name: statistics.geometric_mean(
-                rows[task][name]["tokens_per_s"] / rows[task]["off"]["tokens_per_s"]
-                for task in tasks
-            )
-            for name in arms
-        }
-        print("geom. mean  " + "".join(f"{mean:25.2f}x" for mean in means.values()))
+                f"{one['tokens_per_s']:12.1f} ({one['al']:.3f}) " +
+                (f"{of[-1]:6.2f}x" if of[-1] else " DIFFER")
+                for one, of in zip(row.values(), ratios.values())))  # fmt: skip
+        # where a text differs there is no speed to speak of
+        means = {name: statistics.geometric_mean(of) if of and None not in of else None
+                 for name, of in ratios.items()}  # fmt: skip
+        print("geom. mean  " + "".join(f"{mean:27.2f}x" if mean else f"{'-':>28s}"
+                                       for mean in means.values()))  # fmt: skip
         figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
     return figures
 

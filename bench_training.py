@@ -209,22 +209,22 @@ def bench_throughput(config: BenchConfig) -> dict:
     rows = {}
     for name in flows.ways:
         times, counts = [], []
-        for step in range(config.repeats + 1):  # the first warms up
-            if step == 1:
-                clock = Clock(PARTS)
-                if config.device != "cpu":
-                    torch.cuda.reset_peak_memory_stats()
+        for step in range(config.repeats + 2):  # the first warms up, the last is looked into
+            if step == 1 and config.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            clock = Clock(PARTS) if step == config.repeats + 1 else None  # waits after every part
             begin = time.perf_counter()
             counts.append(flows.step(name, step))
             wait()
             times.append(time.perf_counter() - begin)
         clock.restore()
+        watched = times.pop()
         seconds = statistics.median(times[1:])
-        tokens = statistics.mean(counts[1:])
-        shares = {k: v / sum(times[1:]) for k, v in clock.seconds.items()}
+        tokens = statistics.mean(counts[1:-1])
+        shares = {k: v / watched for k, v in clock.seconds.items()}
         if "decode" in shares:  # which drafts and scores by itself
             shares = {k: v for k, v in shares.items() if k not in ("sample", "score", "prefill")}
-        spans = [(k, b - begin, e - begin) for k, b, e in clock.spans if b >= begin]
+        spans = [(k, b - begin, e - begin) for k, b, e in clock.spans]
         rows[name] = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens,
                       "tokens_per_s": tokens / seconds, "shares": shares, "spans": spans,
                       "seconds": times[1:]}  # fmt: skip
@@ -272,7 +272,7 @@ def bench_activity(config: BenchConfig) -> dict:
             wait()
             seconds = time.perf_counter() - begin
         kernels = [(event.time_range.start, event.time_range.end) for event in profile.events()
-                   if event.device_type == DeviceType.CUDA]  # fmt: skip
+                   if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
         figures[name] = covered(kernels) / 1e6 / seconds
         print(f"{name:25s} a kernel runs {100 * figures[name]:.1f} % of the time")
     return figures

@@ -14,6 +14,7 @@ compared in pairs later. Arms of several seeds are averaged before they are comp
 """
 
 import dataclasses
+import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,6 +40,11 @@ class ClaimsConfig(TrainConfig):
     arms: tuple = flag((), "only these arms of the studies; empty: all")
     seeds: tuple = flag((), "only these seeds of the studies; empty: all", kind=int)
     list: bool = flag(False, "say which studies and arms there are, and what is done")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mode != "story" or self.stop_after:
+            raise ValueError("bench.py claims sets --mode itself and has no --stop-after")
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,20 @@ class World:
             return train(config, drafter, self.text(config.num_references), self.measure, folder)
 
         totals = files.stage(folder, wanted, make)
-        if not (folder / "al.json").is_file():
-            files.write_json(folder / "al.json", self.measured(folder, totals, config.steps))
+        self.keep(folder, folder, totals, config.steps)
         return totals
+
+    def keep(self, folder: Path, drafters: Path, totals: dict, steps: int) -> None:
+        """Measure the drafters of a folder, once, on this world's prompts."""
+        m = self.measure
+        prompts = zlib.crc32(repr((m.prompts, m.max_new_tokens, m.stop_ids, m.seed)).encode())
+        path = folder / "al.json"
+        if not path.is_file():
+            found = self.measured(drafters, totals, steps)
+            files.write_json(path, found | {"prompts": prompts})
+        elif files.read_json(path).get("prompts", prompts) != prompts:
+            raise ValueError(f"{path} was measured on other prompts: remove it, and it is made "
+                             "again")  # fmt: skip
 
     def measured(self, folder: Path, totals: dict, steps: int) -> dict:
         """AL of the last and of the best drafter at both temperatures, on all prompts."""
@@ -162,8 +179,9 @@ def places(config: ClaimsConfig, name: str, seed: int) -> tuple[Path, dict]:
     """The folder of a study's start, shared by all studies with the same one, and its changes."""
     study, out = STUDIES[name], Path(config.out)
     if name == "given":
-        return Path(config.drafter), {}
-    parts = [study.changes.get("arch", config.arch), study.changes.get("drafter_kind", "dflash")]
+        return out / name / f"s{seed}" / "start", {"seed": seed}
+    kind = study.changes.get("drafter_kind") or config.drafter_kind or "dflash"
+    parts = [study.changes.get("arch", config.arch), kind]
     parts += [f"{k}-{v}" for k, v in study.changes.items() if k == "block_size"]
     return out / "starts" / "-".join([*parts, f"s{seed}"]), study.changes | {"seed": seed}
 
@@ -181,6 +199,19 @@ def as_long(config: ClaimsConfig, name: str, seed: int, mode: str, like: str) ->
     return max(2, round(config.steps * each[like] / each[mode]))
 
 
+def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) -> TrainConfig:
+    """An arm's run. steps: how many it has where it is to take as long as another."""
+    study, (start, changes) = STUDIES[name], places(config, name, seed)
+    if arm == "start":
+        often = max(250, config.eval_every)
+        return own(config, mode="ce", steps=config.warm_steps, eval_every=often, **changes)
+    drafter = config.drafter if name == "given" else str(start)
+    values = changes | {"drafter": drafter} | study.later | study.arms[arm]
+    if isinstance(values.get("steps"), str):
+        values["steps"] = steps(config, name, seed, values["mode"], values["steps"])
+    return own(config, **values)
+
+
 def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
     study = STUDIES[name]
     arch = study.changes.get("arch", config.arch)
@@ -188,24 +219,18 @@ def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
         worlds.clear()  # one target at a time
         worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
     world = worlds[arch]
-    for seed in study.seeds:
-        if config.seeds and seed not in config.seeds:
-            continue
-        start, changes = places(config, name, seed)
-        if name != "given":
-            often = max(250, config.eval_every)
-            offline = own(config, mode="ce", steps=config.warm_steps, eval_every=often, **changes)
-            world.run(offline, start)
-        elif not (there := Path(config.out) / name / "start.json").is_file():
-            files.write_json(there, world.measured(start, {}, 0))
-        for arm, own_changes in study.arms.items():
-            if config.arms and arm not in config.arms:
-                continue
-            values = changes | {"drafter": str(start)} | study.later | own_changes
-            if isinstance(values.get("steps"), str):
-                values["steps"] = as_long(config, name, seed, values["mode"], values["steps"])
-            print(f"-- {name}, seed {seed}: {arm}")
-            world.run(own(config, **values), folder_of(config, name, seed, arm))
+    for seed in config.seeds or study.seeds:
+        start, _ = places(config, name, seed)
+        if name == "given":
+            given = {"drafter": str(Path(config.drafter).resolve())}
+            files.stage(start, given, lambda: {})
+            world.keep(start, Path(config.drafter), {}, 0)
+        else:
+            world.run(run_of(config, name, seed, "start"), start)
+        for arm in config.arms or study.arms:
+            if arm in study.arms:
+                print(f"-- {name}, seed {seed}: {arm}")
+                world.run(run_of(config, name, seed, arm), folder_of(config, name, seed, arm))
 
 
 # ---------------------------------------------------------------------------------- what came of it
@@ -226,11 +251,16 @@ class Arm:
         return torch.tensor([one.survival for one in self.found.values()]).mean(0).tolist()
 
     def draws(self) -> torch.Tensor:
-        return sum(one.resampled() for one in self.found.values()) / len(self.found)
+        """ALs of so many draws of prompts, and of seeds where there are several; the same ones for
+        every arm with as many of them."""
+        each = torch.stack([self.found[seed].resampled() for seed in sorted(self.found)])  # (S, n)
+        generator = torch.Generator().manual_seed(1)
+        picks = torch.randint(len(each), each.shape, generator=generator)
+        return each.gather(0, picks).mean(0)
 
     def over(self, other: "Arm") -> dict:
         """Gain in AL over another arm, on the seeds that both have: percent, and the 95 % interval
-        of the paired difference."""
+        of the paired difference in AL."""
         seeds = self.found.keys() & other.found.keys()
         mine, its = (Arm({seed: arm.found[seed] for seed in seeds}) for arm in (self, other))
         interval = middle(mine.draws() - its.draws())
@@ -241,30 +271,35 @@ def done(config: ClaimsConfig, name: str) -> dict:
     """{arm: {seed: folder}} of a study, of what is trained and measured."""
     found = {}
     for arm in STUDIES[name].arms:
-        places = {seed: folder_of(config, name, seed, arm) for seed in STUDIES[name].seeds}
-        there = {seed: place for seed, place in places.items() if (place / "al.json").is_file()}
+        there = {seed: folder_of(config, name, seed, arm) for seed in STUDIES[name].seeds}
+        there = {seed: place for seed, place in there.items() if (place / "al.json").is_file()}
         found |= {arm: there} if there else {}
     return found
 
 
 def read(config: ClaimsConfig, name: str) -> dict:
-    """{arm: {checkpoint: {t: Arm}}} of a study as far as it is done, its start among them."""
-    arms, found = done(config, name), {}
-    seeds = {seed for places in arms.values() for seed in places}
-    if name == "given":
-        starts = {seed: Path(config.out) / name / "start.json" for seed in seeds}
-    else:
-        starts = {seed: places(config, name, seed)[0] / "al.json" for seed in sorted(seeds)}
-    kinds = {arm: {s: place / "al.json" for s, place in held.items()} for arm, held in arms.items()}
-    for arm, paths in ({"start": starts} | kinds if seeds else {}).items():
-        kept = {seed: files.read_json(path) for seed, path in paths.items()}
+    """{arm: {checkpoint: {t: Arm}}} of a study as far as it is done, its start among them, which
+    has but the one checkpoint that the arms start from."""
+    arms, found, prompts = done(config, name), {}, set()
+    starts = {}
+    for places_of in arms.values():
+        for seed, place in places_of.items():
+            start = files.read_json(place / "stage.json")["made_with"]["drafter"]
+            given = place.parent / "start"
+            starts[seed] = given if name == "given" else (
+                Path(config.out) / "starts" / Path(start).name)  # fmt: skip
+    for arm, places_of in ({"start": starts} | arms if arms else {}).items():
+        kept = {s: files.read_json(place / "al.json") for s, place in sorted(places_of.items())}
+        prompts |= {one["prompts"] for one in kept.values() if "prompts" in one}
         found[arm] = {
             when: {
-                f"t{t:g}": Arm({s: acceptance(one[when][f"t{t:g}"]) for s, one in kept.items()})
+                f"t{t:g}": Arm({s: acceptance(one[at][f"t{t:g}"]) for s, one in kept.items()})
                 for t in TEMPERATURES
             }
-            for when in ("last", "best")
+            for when, at in (("last", "last"), ("best", "last" if arm == "start" else "best"))
         }
+    if len(prompts) > 1:
+        raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
     return found
 
 
@@ -273,9 +308,10 @@ def shown(gain: dict) -> str:
 
 
 def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]:
-    """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL."""
-    lines = [f"| {name} | seeds | T = 0 | over {base} | T = 1 | over {base} | best: T = 0 "
-             "| T = 1 |", "|---" * 8 + "|"]  # fmt: skip
+    """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL (on a
+    quarter of the prompts). In brackets the 95 % interval of the difference in AL."""
+    lines = [f"| {name} | seeds | T = 0 | over {base} [AL] | T = 1 | over {base} [AL] | best: "
+             "T = 0 | T = 1 |", "|---" * 8 + "|"]  # fmt: skip
     figures = {}
     for arm, ats in found.items():
         row = figures[arm] = {}
@@ -297,30 +333,41 @@ def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]
 
 
 def chosen(config: ClaimsConfig) -> list[str]:
-    names = list(config.studies) or (["given"] if config.drafter else list(STUDIES))
+    """The studies that are asked for; what cannot be run is said before anything is."""
     STUDIES["given"] = Study(WAYS, seeds=(config.seed,))
+    names = list(config.studies) or (["given"] if config.drafter else
+                                     [name for name in STUDIES if name != "given"])  # fmt: skip
     for name in names:
         if name not in STUDIES:
             raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
-    known = [arm for name in names for arm in STUDIES[name].arms]
-    for arm in set(config.arms) - set(known):
-        raise ValueError(f"--arms {arm}: there is {', '.join(dict.fromkeys(known))}")
     if "given" in names and not config.drafter:
         raise ValueError("--studies given goes with --drafter FOLDER")
+    known = {
+        "arms": [arm for name in names for arm in STUDIES[name].arms],
+        "seeds": [seed for name in names for seed in STUDIES[name].seeds],
+    }
+    for flag_name, there in known.items():
+        for one in set(getattr(config, flag_name)) - set(there):
+            listed = ", ".join(map(str, dict.fromkeys(there)))
+            raise ValueError(f"--{flag_name} {one}: there is {listed}")
+    for name in names:
+        for arm in config.arms or STUDIES[name].arms:
+            if arm in STUDIES[name].arms:
+                run_of(config, name, 0, arm, steps=lambda *_: config.steps)  # a valid run
     return names
 
 
-def claims(config: ClaimsConfig) -> dict:
+def claims(config: ClaimsConfig) -> dict | None:
     names, figures, worlds = chosen(config), {}, {}
-    if not config.list:
+    if config.list:
         for name in names:
-            run_study(config, worlds, name)
+            study, there = STUDIES[name], done(config, name)
+            arms = ", ".join(f"{arm} ({len(there.get(arm, {}))})" for arm in study.arms)
+            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; arms (seeds done): {arms}")
+        return None
     for name in names:
-        study, found = STUDIES[name], read(config, name)
-        if config.list:
-            shown_arms = ", ".join(f"{arm}{' (done)' * (arm in found)}" for arm in study.arms)
-            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; {shown_arms}")
-            continue
-        lines, figures[name] = table(name, found)
+        run_study(config, worlds, name)
+    for name in names:
+        lines, figures[name] = table(name, read(config, name))
         print("\n".join(["", *lines]))
     return figures

@@ -32,22 +32,22 @@ from tree import causal_view
 PATIENCE = datetime.timedelta(hours=2)  # the others wait while the first one measures
 
 
-def start(device: str) -> str:
+def start(place: str) -> str:
     """Join the processes that torchrun started, if it did -> this one's device."""
     if "RANK" not in os.environ:
-        return device
-    if device.startswith("cuda"):
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+        return place
+    if place.startswith("cuda"):
+        place = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE)
     if rank():
         sys.stdout = open(os.devnull, "w")
-    return device
+    return place
 
 
 def stop() -> None:
     if dist.is_initialized():
-        total(torch.zeros(1, device=_device()))  # nobody leaves while another may need it
+        total(torch.zeros(1, device=device()))  # nobody leaves while another may need it
         _paces.clear()
         dist.destroy_process_group()
 
@@ -75,7 +75,7 @@ def in_turn(make):
     """make() on the first process, and then, when what it makes is there, on the others."""
     made = None if rank() else make()
     if size() > 1:
-        total(torch.zeros(1, device=_device()))
+        total(torch.zeros(1, device=device()))
     return make() if rank() else made
 
 
@@ -92,7 +92,7 @@ class Pace:
             self.called(1.0)
 
     def called(self, mine: float) -> bool:
-        calls = torch.tensor(mine, device=_device())
+        calls = torch.tensor(mine, device=device())
         dist.all_reduce(calls)
         return calls.item() > 0
 
@@ -107,11 +107,13 @@ class Pace:
 _paces: list[Pace] = []  # of the sharded modules of this process, in the order they were made
 
 
-def _device() -> str:
-    return f"cuda:{torch.cuda.current_device()}" if dist.get_backend() == "nccl" else "cpu"
+def device() -> str:
+    """Where tensors must be to be sent."""
+    sends = dist.get_backend() if dist.is_initialized() else ""
+    return f"cuda:{torch.cuda.currentdevice()}" if sends == "nccl" else "cpu"
 
 
-def shard(model: nn.Module, device) -> None:
+def shard(model: nn.Module, place) -> None:
     """Spread the parameters of a frozen decoder's layers over all processes. What the host keeps
     (n-gram tables) and what is outside the layers (embedding, head, norms) stays whole."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +121,7 @@ def shard(model: nn.Module, device) -> None:
 
     if size() == 1:
         raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
-    mesh = init_device_mesh(_device().split(":")[0], (size(),))
+    mesh = init_device_mesh(device().split(":")[0], (size(),))
     inside = {p for layer in model.layers for name, p in layer.named_parameters()
               if not name.endswith(TABLE)}  # fmt: skip
     whole = set(model.parameters()) - inside
@@ -131,7 +133,7 @@ def shard(model: nn.Module, device) -> None:
 
     @torch.no_grad()
     def idle():
-        model(torch.zeros(1, 1, dtype=torch.long, device=device), causal_view(1, 1, device))
+        model(torch.zeros(1, 1, dtype=torch.long, device=place), causal_view(1, 1, place))
 
     _paces.append(Pace(model, idle))
 
@@ -146,7 +148,7 @@ def shared(module: nn.Module, unused: bool = False) -> nn.Module:
     not all of them get one."""
     if size() == 1:
         return module
-    total(torch.zeros(1, device=_device()))  # its own messages are about to be sent
+    total(torch.zeros(1, device=device()))  # its own messages are about to be sent
     devices = [next(module.parameters()).device]
     return DistributedDataParallel(
         module, devices if devices[0].type == "cuda" else None, find_unused_parameters=unused

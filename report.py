@@ -208,10 +208,12 @@ def of_bench(folder: Path, out: Path, plot) -> list[str]:
         for size, found in sizes.items():
             for task, row in found["tasks"].items():
                 plain = row["off"]["tokens_per_s"]
-                cells = [f"{one['tokens_per_s']:.1f}/s, AL {one['al']:.3f}, "
-                         f"{one['tokens_per_s'] / plain:.2f}x" for one in row.values()]  # fmt: skip
+                cells = [f"{one['tokens_per_s']:.1f}/s, AL {one['al']:.3f}, " +
+                         (f"{one['tokens_per_s'] / plain:.2f}x" if one["same_text"] else
+                          "THE TEXTS DIFFER") for one in row.values()]  # fmt: skip
                 lines.append(f"| {task}, {size} | {' | '.join(cells)} |")
-            means = [f"{mean:.2f}x" for mean in found["geometric_means"].values()]
+            means = [f"{mean:.2f}x" if mean else "texts differ"
+                     for mean in found["geometric_means"].values()]  # fmt: skip
             lines.append(f"| geometric mean, {size} | {' | '.join(means)} |")
         lines.append("")
     others = [key for key in figures if key not in ("throughput", "speed")]
@@ -233,7 +235,11 @@ def report(config: ReportConfig) -> dict:
         print("no pictures: pip install matplotlib")
     lines = of_claims(config, out, plot)
     for folder in config.benches:
-        lines += of_bench(Path(folder), out, plot)
+        try:
+            lines += of_bench(Path(folder), out, plot)
+        except KeyError as error:
+            raise ValueError(f"{folder}/summary.json lacks {error}: an older version's? run the "
+                             "bench again") from None  # fmt: skip
     if not lines:
         raise ValueError(f"{config.claims} holds no finished study, and no --benches are given")
     write_text(out / "report.md", "\n".join(["# What was measured", "", *lines]))

@@ -124,30 +124,37 @@ class TrainConfig:
     spike: float = flag(100.0, "leave out a step whose gradient is so many times as large as it "
                         "was lately; 0: none", low=0)  # fmt: skip
     max_skipped: int = flag(10, "end the run after so many left out in a row", low=1)
+    plan: bool = flag(False, "say what the run needs of 1 and of 8 GPUs, and do nothing; --target "
+                      "may be 8B, 27B, 125B or a folder with a config.json")  # fmt: skip
+    gpu_gib: float = flag(80.0, "plan: memory of a GPU", low=1)
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
     def __post_init__(self):
         files.check_low(self)
         if self.num_greedy >= self.num_branches and self.branch_temperature > 0:
             raise ValueError("--num-greedy leaves no branch to draw; use --branch-temperature 0")
-        same = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
-        if self.loss == "e2e_al" and not (self.mode == "specopd" and same and not self.num_greedy):
-            raise ValueError("--loss e2e_al needs branches drawn from its own q: --mode specopd, "
-                             "--num-greedy 0, one temperature above 0 for both")  # fmt: skip
+        own = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
+        own = own and self.mode == "specopd" and not self.num_greedy and self.reuse == 1
+        if self.loss == "e2e_al" and not own:
+            raise ValueError("--loss e2e_al needs branches drawn from the q at hand: --mode specopd"
+                             ", --num-greedy 0, --reuse 1, one temperature above 0 for "
+                             "both")  # fmt: skip
         if not self.ways or set(self.ways) - set(MODES):
             raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
         if self.save_every % self.reuse or self.stop_after % self.reuse:
             raise ValueError("--save-every and --stop-after must be multiples of --reuse, so that "
                              "a run goes on as it was")  # fmt: skip
-        if self.anchors == "hard" and self.mode == "rollout":
+        ways = self.ways if self.mode == "story" else (self.mode,)
+        if self.anchors == "hard" and "rollout" in ways:
             raise ValueError("--anchors hard: a rollout's anchors are where its rounds begin")
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode")
 
 
-# flags that do not change what a run learns, so that they may differ when it is resumed
+# flags that may differ when a run is resumed: they change where and how it runs, what is kept and
+# measured, which steps are left out; not what a step learns
 FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
-    keep spike max_skipped shard_target""".split()
+    keep spike max_skipped shard_target plan gpu_gib""".split()
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
@@ -308,7 +315,7 @@ def hardness(drafter: Drafter, trunks: Trunks, temperature: float) -> Tensor:
 
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
-    target, device, blocks = drafter.target, drafter.fc.weight.device, None
+    target, blocks = drafter.target, None
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
@@ -319,12 +326,13 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     totals |= {"best": {}, "health": {}}
-    if saved := resume.load(out, device):
+    if saved := resume.load(out):
         files.check_same(saved["same"], same, saved["path"])
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
+        resume.agree(start, saved["path"], saved["damaged"])
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
 
@@ -357,8 +365,15 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             mine = [value.detach(), *(figures.pop(name) for name in counts)]
             mine = torch.stack([x.double() for x in (*mine, value.new_tensor(terminated.asked))])
             value, *found, asked = distributed.total(mine).tolist()  # one message for all of them
-            if resume.sound(value, norm, totals["health"], config.spike, config.max_skipped):
+            if resume.sound(value, norm, totals["health"], config.spike):
                 update(optimizers)
+            elif totals["health"]["in_a_row"] >= config.max_skipped:
+                if lead:
+                    drafter.save_pretrained(out / "sound")
+                raise ValueError(f"{config.max_skipped} steps in a row went wrong, the last with "
+                                 f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
+                                 f"--out from --drafter {out}/sound, with a lower --lr and "
+                                 "--matrix-lr")  # fmt: skip
             for parameter in drafter.parameters():
                 parameter.grad = None
             record = {"step": step + 1, "loss": value, "grad_norm": norm}
@@ -389,11 +404,17 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         als = {key: value for key, value in last.items() if key.startswith("al_")}
         files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
+    if terminated.asked:  # during the last step: it is done, what may come after it is not wanted
+        raise files.Stopped(f"asked to end: {out} is done")
     return totals
 
 
 def main():
     config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    if config.plan:
+        from plan import plan
+
+        return plan(config)
     config = replace(config, device=distributed.start(config.device))
     if config.batch_size % (size := distributed.size()):
         raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes")

@@ -402,7 +402,7 @@ def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape, chanc
 
     shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1); weights
     None. Anchors are drawn from the first response token to the second to last, without replacement
-    or in proportion to `chances` (B,T) with it; weights (B,A) then make up for that, their mean 1.
+    or in proportion to `chances` (B,T) with it; weights (B,A) then make up for that.
     """
     A, K, W = shape
     anchors = torch.full((len(sequence_ids), A), -1)
@@ -416,7 +416,7 @@ def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape, chanc
         if chances is not None and last > first:
             here = chances[row, first:last]
             picked = torch.multinomial(here, A, True, generator=generator).sort().values
-            weights[row] = here.mean() / here[picked]
+            weights[row] = here.mean() / here[picked] * min(last - first, A) / A
         anchors[row, : len(picked)] = first + picked
         uniforms[row] = torch.rand(A, K, W, generator=generator)
     return anchors, uniforms, weights

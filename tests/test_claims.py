@@ -10,7 +10,8 @@ from test_lessons import run
 
 import claims
 from claims import STUDIES, Arm, ClaimsConfig, acceptance, counts, own
-from measure import Acceptance
+from files import write_json
+from measure import Acceptance, middle
 from train import TrainConfig
 
 SMALL = {
@@ -26,10 +27,11 @@ def flags(values: dict) -> list:
 
 def measured(seed, lift=0.0, P=6):
     generator = torch.Generator().manual_seed(seed)
-    rounds = torch.randint(5, 9, (P,), generator=generator)
+    rounds = torch.randint(5, 9, (P,), generator=generator) * 10
+    ease = torch.rand(P, generator=generator)  # some prompts are easier, for every drafter
     survived = torch.rand(P, 7, generator=generator).sort(descending=True).values * rounds[:, None]
-    return Acceptance((rounds * (2.0 + lift)).long(), rounds, rounds * 8, torch.zeros(P), survived,
-                      1.0)  # fmt: skip
+    committed = (rounds * (2.0 + ease + lift)).round()
+    return Acceptance(committed, rounds, rounds * 8, torch.zeros(P), survived, 1.0)
 
 
 def test_every_arm_of_every_study_is_a_valid_run():
@@ -59,14 +61,35 @@ def test_gains_over_several_seeds_are_paired_by_prompt():
     base = Arm({seed: measured(seed) for seed in (0, 1)})
     better = Arm({seed: measured(seed, 1.0) for seed in (0, 1)})
     gain = better.over(base)
-    by_hand = 100 * ((better.found[0].mean + better.found[1].mean) /
-                     (base.found[0].mean + base.found[1].mean) - 1)  # fmt: skip
-    assert gain["percent"] == pytest.approx(by_hand) == pytest.approx(50.0)
-    assert gain["interval"] == pytest.approx((1.0, 1.0))  # every prompt gains exactly one
+    by_hand = (better.found[0].mean + better.found[1].mean) / (
+        base.found[0].mean + base.found[1].mean)  # fmt: skip
+    assert gain["percent"] == pytest.approx(100 * (by_hand - 1)) and gain["seeds"] == 2
+    # every prompt gains one, whatever its own AL is: only a comparison in pairs can say so
+    assert gain["interval"] == pytest.approx((1.0, 1.0), abs=1e-3)
+    low, high = middle(better.draws() - base.draws().roll(7))
+    assert high - low > 0.1
     assert better.survival == pytest.approx(base.survival)
     alone = Arm({1: measured(1, 1.0)}).over(base)  # on the one seed that both have
-    assert alone["seeds"] == 1 and alone["percent"] == pytest.approx(50.0)
-    assert Arm({0: measured(5)}).over(Arm({0: measured(6)}))["interval"][0] < 0
+    assert alone["seeds"] == 1 and alone["interval"] == pytest.approx((1.0, 1.0), abs=1e-3)
+
+
+def test_an_interval_over_seeds_knows_that_seeds_differ():
+    base = Arm({seed: measured(seed) for seed in range(3)})
+    mixed = Arm({seed: measured(seed, lift) for seed, lift in enumerate((-0.3, 0.0, 0.6))})
+    low, high = mixed.over(base)["interval"]
+    assert low < 0 < high
+
+
+def test_arms_of_one_study_must_be_measured_on_the_same_prompts(tmp_path):
+    config = ClaimsConfig(out=str(tmp_path))
+    for arm, prompts in (("ce", 1), ("e2e", 2)):
+        folder = tmp_path / "gqa-24/s0" / arm
+        one = {f"t{t}": counts(measured(0)) for t in (0, 1)}
+        write_json(folder / "al.json", {"last": one, "best": one, "prompts": prompts})
+        write_json(folder / "stage.json", {"made_with": {"drafter": "x/starts/gqa-dflash-s0"}})
+    write_json(tmp_path / "starts/gqa-dflash-s0/al.json", {"last": one, "best": one, "prompts": 1})
+    with pytest.raises(ValueError, match="different prompts"):
+        claims.read(config, "gqa-24")
 
 
 def test_a_study_runs_resumes_and_compares(tmp_path):
@@ -87,7 +110,11 @@ def test_a_study_runs_resumes_and_compares(tmp_path):
               for arm in ("ce", "rollout")}  # fmt: skip
     assert stages["rollout"]["made_with"]["steps"] >= 2
     listed = run(ROOT / "bench.py", "claims", *asked, "--list", cwd=tmp_path)
-    assert "specopd (done)" in listed.stdout
+    assert "specopd (3)" in listed.stdout and "rollout (1)" in listed.stdout
+    again = json.loads((tmp_path / "c/summary.json").read_text())["claims"]
+    assert again["gqa-24"] == found["gqa-24"]  # listing leaves the figures alone
+    other = run(ROOT / "bench.py", "claims", *asked, "--eval-tokens", 9, cwd=tmp_path)
+    assert other.returncode == 2 and "on other prompts" in other.stderr
     changed = run(ROOT / "bench.py", "claims", *asked, "--lr", 0.5, cwd=tmp_path)
     assert changed.returncode == 2 and "lr = 0.001, this run has 0.5" in changed.stderr
     told = run(ROOT / "bench.py", "report", "--claims", "c", "--out", "r", cwd=tmp_path)
@@ -108,3 +135,6 @@ def test_four_ways_on_from_a_given_start(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
     assert set(found) == {"start", "ce", "e2e", "rollout", "specopd"}
+    other = run(ROOT / "bench.py", "claims", *pair[:3], folders, *flags(sizes), "--out", "c",
+                cwd=tmp_path)  # fmt: skip
+    assert other.returncode == 2 and "was made with drafter" in other.stderr

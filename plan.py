@@ -1,0 +1,205 @@
+"""What a run needs of every GPU, before anything is loaded: bytes by purpose, from shapes alone.
+
+    python train.py --plan --target 27B --drafter-kind dflash2 --draft-layers 5 --batch-size 16
+    pytest tests/test_plan.py
+
+The target is built on the meta device, from a folder's config.json or one of the sizes below, so a
+laptop does it in seconds. Exact are weights, optimizer, trunks and what a tree keeps (a test holds
+them against real tensors of small models); estimates, marked ~, are what lives for a moment:
+activations, masks, logits.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+import replay
+from config import ModelConfig
+from drafter import ANCHORS, Drafter
+from drafter_config import ARCHITECTURES
+from files import read_json
+from loss import CHUNK_ELEMENTS, make_optimizers
+from target import Target
+
+FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
+_27B = dict(
+    model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408,
+    num_hidden_layers=64, num_attention_heads=24, num_key_value_heads=4, head_dim=256,
+    linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
+    linear_value_head_dim=128, layer_types=FULL, max_position_embeddings=262144,
+    rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25),
+)  # fmt: skip
+SIZES = {  # real ones, as their config.json say
+    "8B": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    ),
+    "27B": _27B,
+    "125B": _27B | dict(
+        model_type="qwen4_exp_text", hidden_size=2560, num_hidden_layers=48,
+        num_key_value_heads=2, layer_types=FULL[:48], num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=640, shared_expert_intermediate_size=640, indexer_kv_heads=1,
+        indexer_n_heads=4, indexer_head_dim=128, indexer_budget=2048, indexer_compress_ratio=4,
+        hc_count=4, hc_lowrank=320, ple_layer_ids=[2], ngram_size=3, heads_per_ngram=8,
+        ngram_vocab_size_base=20_000_000, eos_token_id=248046, split_ngram_parts=128,
+        output_gate_type="sigmoid",
+    ),
+}  # fmt: skip
+LOGITS = 10  # copies of a chunk's logits that live at once: logits, p, q, minima, their gradients
+SHARE = 0.9  # of a GPU that may be planned with
+
+
+def numbers(module, table: bool = False) -> int:
+    """How many a module has; of n-gram tables only with `table`, and then nothing else."""
+    named = module.named_parameters()
+    return sum(p.numel() for n, p in named if n.endswith("ngram_embedding.weight") == table)
+
+
+def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int) -> dict[str, int]:
+    """What a trunk of T tokens holds; `size` bytes a number of the target's dtype."""
+    c, every = config, replay.spacing(config, size)
+    linear = sum(c.is_linear(i) for i in range(c.num_hidden_layers))
+    attention = c.num_hidden_layers - linear
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values = c.linear_num_value_heads * c.linear_value_head_dim
+    sparse = 2 * c.indexer_head_dim if c.streams else 0
+    ngram = len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * size) if c.streams else 0
+    token = size * (2 * keys + values) + 4 * (keys + values + c.linear_num_value_heads)
+    state = 4 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    return {
+        "keys and values": T * attention * size * (2 * c.num_key_value_heads * c.head_dim + sparse),
+        "linear layers' tokens": T * (linear * token + ngram),
+        "recurrent states": linear * -(-T // every) * (state + 8),
+        "hidden and taps": T * (size * c.hidden_size * (1 + taps) + 8),
+    }
+
+
+def drafter_bytes(drafter: Drafter, config, processes: int) -> dict[str, int]:
+    """float32 weights and gradients, and what the optimizers remember."""
+    count = numbers(drafter)
+    optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
+    kinds = {type(o).__name__: sum(p.numel() for g in o.param_groups for p in g["params"])
+             for o in optimizers}  # fmt: skip
+    return {
+        "drafter's weights": 4 * count,
+        "drafter's gradients": 4 * count * (2 if processes > 1 else 1),  # DDP's buckets beside them
+        "optimizer": 8 * kinds.get("AdamW", 0) + 4 * kinds.get("Muon", 0),
+    }
+
+
+def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
+    """Estimates of what lives for a moment with B sequences of T tokens at once."""
+    c, d, size = drafter.target.config, drafter.config, 2
+    W, b, A, K = d.num_draft_tokens, d.block_size, config.num_anchors, config.num_branches
+    nodes = A * K * max(W - 1, 0) if config.mode in ("specopd", "story") else 0
+    wide = c.intermediate_size
+    if c.streams:
+        wide = (c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
+                + c.num_streams * c.hidden_size)  # fmt: skip
+    taps = len(d.target_layer_ids)
+    kept = sum(trunk_bytes(c, 1, taps, size).values())
+    kept -= trunk_bytes(c, 1, 0, size)["recurrent states"]
+    C, layers, block = d.layers.hidden_size, len(drafter.layers), A * b
+    heads = d.layers.num_attention_heads * d.layers.head_dim
+    grouped = 2 * d.layers.num_key_value_heads * d.layers.head_dim
+    mask = min(A, ANCHORS) * b * (T + min(A, ANCHORS) * b) * -(-A // ANCHORS)
+    per_slot = 12 * C + 6 * heads + 4 * d.layers.intermediate_size
+    return {
+        "~ tree: what it keeps": B * nodes * kept,
+        "~ tree: a layer at work": B * nodes * (6 * c.hidden_size + 3 * wide) * size,
+        "~ tree: its mask": B * nodes * (T + nodes) * (1 + size),
+        "~ prefill: a layer at work": B * min(T, 256) * (6 * c.hidden_size + 3 * wide) * size,
+        "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGITS,
+        "~ drafter: context": 4 * B * T * (C * (3 + taps) + 4 * layers * grouped),
+        "~ drafter: blocks": 4 * B * layers * block * per_slot + 5 * B * mask,
+    }
+
+
+def needs(target: Target, drafter: Drafter, config, processes: int, B: int, sharded: bool) -> dict:
+    """Bytes on each of so many GPUs, with B sequences at once on each."""
+    size, T = 2, config.prompt_length + config.response_length
+    layers = [numbers(layer) for layer in target.model.layers]
+    outside = numbers(target) - sum(layers)
+    spread = {"target's weights": size * numbers(target)}
+    if sharded:
+        spread = {"target's weights, a share": size * (outside + -(-sum(layers) // processes)),
+                  "two of its layers, gathered": 2 * size * max(layers)}  # fmt: skip
+    trunks = trunk_bytes(target.config, T, len(drafter.config.target_layer_ids), size)
+    trunks = {f"trunks: {name}": B * each for name, each in trunks.items() if each}
+    moment = passing_bytes(drafter, config, B, T)
+    return spread | drafter_bytes(drafter, config, processes) | trunks | moment
+
+
+def on_meta(config) -> tuple[Target, Drafter]:
+    found = SIZES.get(config.target)
+    if found is None:
+        path = Path(config.target or ".") / "config.json"
+        if not path.is_file():
+            raise ValueError(f"--plan: --target {config.target or '(none)'} is no folder with a "
+                             f"config.json and none of {', '.join(SIZES)}")  # fmt: skip
+        found = read_json(path)
+    with torch.device("meta"):
+        target = Target(ModelConfig.from_dict(found, config.target)).requires_grad_(False)
+        mask = config.mask_token_id if config.mask_token_id >= 0 else 0
+        kind = config.drafter_kind or "dflash"
+        rank = config.rank or 256
+        fields = {"dspark": dict(markov_rank=rank, markov_head_type=config.markov_head or
+                                 "vanilla"), "dflash2": dict(selector_rank=rank)}  # fmt: skip
+        size = config.block_size or (7 if kind == "dspark" else 8)
+        drafter = Drafter.fresh(target, config.draft_layers or 2, size, mask, config.seed,
+                                ARCHITECTURES[kind], **fields.get(kind, {}))  # fmt: skip
+    return target, drafter
+
+
+def chosen(target, drafter, config, processes: int) -> tuple[int, bool, dict] | None:
+    """The most sequences at once that fit on every GPU, the target whole if possible: how many,
+    whether it is spread, and the bytes; None if not even one does."""
+    limit = SHARE * config.gpu_gib * 2**30
+    for sharded in (False, True) if processes > 1 else (False,):
+        best = None
+        for B in (2**i for i in range(12)):
+            found = needs(target, drafter, config, processes, B, sharded)
+            if sum(found.values()) > limit:
+                break
+            best = B, sharded, found
+        if best:
+            return best
+    return None
+
+
+def plan(config) -> dict:
+    """Print and return the plan for one GPU and for eight."""
+    target, drafter = on_meta(config)
+    table = numbers(target, table=True)
+    print(f"target {config.target}: {numbers(target) / 1e9:.2f} G numbers in bfloat16" +
+          f", and a table of {table / 1e9:.1f} G that stays on the host" * (table > 0))
+    print(f"drafter: {drafter.config.kind}, {len(drafter.layers)} layers, W = "
+          f"{drafter.config.num_draft_tokens}, {numbers(drafter) / 1e9:.2f} G numbers in float32; "
+          f"texts of {config.prompt_length} + {config.response_length} tokens, "
+          f"{config.num_anchors} anchors x {config.num_branches}")  # fmt: skip
+    figures = {"target_numbers": numbers(target), "drafter_numbers": numbers(drafter)}
+    for processes in (1, 8):
+        best = chosen(target, drafter, config, processes)
+        print(f"\n{processes} x {config.gpu_gib:g} GiB: ", end="")
+        if best is None:
+            least = needs(target, drafter, config, processes, 1, processes > 1)
+            print(f"does not fit: {sum(least.values()) / 2**30:.1f} GiB each for one sequence")
+            figures[str(processes)] = {"fits": False, "bytes": least}
+            continue
+        B, sharded, found = best
+        rounds = math.ceil(config.batch_size / (B * processes))
+        print(f"{B} sequences at once on each, {sum(found.values()) / 2**30:.1f} GiB")
+        for name, value in found.items():
+            print(f"  {name:30s} {value / 2**30:8.2f} GiB")
+        flags = f"--batch-size {B * processes}" + " --shard-target" * sharded
+        start = f"torchrun --nproc_per_node={processes} train.py" if processes > 1 else (
+            "python train.py")  # fmt: skip
+        note = f" (--batch-size {config.batch_size} would not fit)" if rounds > 1 else ""
+        print(f"  {start} --device cuda --dtype bfloat16 {flags} ...{note}")
+        figures[str(processes)] = {"fits": True, "sequences": B, "sharded": sharded,
+                                   "bytes": found}  # fmt: skip
+    return figures | {"config": dataclasses.asdict(config)}

@@ -1,0 +1,90 @@
+"""What a run is said to need, against tensors and against hand arithmetic. `pytest
+tests/test_plan.py`"""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import ARCHS, DRAFTERS, small_drafter
+from test_train import CONFIG, STOP, one_batch, setup
+
+import plan
+from loss import make_optimizers, update
+from target import Target
+from train import TrainConfig, step_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_trunk_takes_the_bytes_that_are_planned(arch, dtype):
+    target, T = Target.toy(arch, 0), 150
+    target.model.to(dtype)
+    target.lm_head.to(dtype)
+    for name, parameter in target.named_parameters():
+        if name.endswith((".A_log", ".dt_bias")):
+            parameter.data = parameter.data.float()
+    trunk = target.prefill(torch.zeros(1, T, dtype=torch.long), torch.tensor([T]), tap_ids=(0, 2))
+    size = torch.finfo(dtype).bits // 8
+    assert sum(plan.trunk_bytes(target.config, T, 2, size).values()) == trunk.nbytes
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
+def test_the_optimizers_remember_what_is_planned(variant):
+    target, references = setup()
+    drafter = small_drafter(target, **DRAFTERS[variant])
+    optimizers = make_optimizers(drafter, CONFIG.matrix_lr, CONFIG.lr)
+    step_loss(CONFIG, drafter, *one_batch(target, references), STOP)[0].backward()
+    update(optimizers)
+    states = [s for o in optimizers for s in o.state.values()]
+    held = sum(t.nbytes for s in states for t in s.values() if t.dim())
+    planned = plan.drafter_bytes(drafter, CONFIG, 1)
+    assert planned["optimizer"] == held
+    assert planned["drafter's weights"] == sum(p.nbytes for p in drafter.parameters())
+
+
+def test_the_real_sizes_by_hand():
+    config = TrainConfig(mode="specopd", target="8B", draft_layers=5, num_anchors=64)
+    target, drafter = plan.on_meta(config)
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert plan.numbers(target) == 2 * 151936 * 4096 + 36 * layer + 4096
+    assert plan.numbers(drafter) == 4096 * 5 * 4096 + 2 * 4096 + 5 * layer
+    held = plan.trunk_bytes(target.config, 2048, 5, 2)
+    assert held["keys and values"] == 2048 * 36 * 2 * 8 * 128 * 2
+    assert held["hidden and taps"] == 2048 * (6 * 4096 * 2 + 8) and not held["recurrent states"]
+    whole = plan.needs(target, drafter, config, 1, 4, False)
+    assert whole["target's weights"] == 2 * plan.numbers(target)
+    assert whole["trunks: keys and values"] == 4 * 256 * 36 * 2 * 8 * 128 * 2
+
+    target, drafter = plan.on_meta(dataclasses.replace(config, target="27B"))
+    linear = (5120 * (2 * 2048 + 2 * 6144 + 2 * 48) + 10240 * 4 + 2 * 48 + 128 + 6144 * 5120)
+    full = 5120 * 256 * (2 * 24 + 2 * 4 + 24) + 2 * 256
+    rest = 3 * 5120 * 17408 + 2 * 5120
+    assert plan.numbers(target) == 2 * 248320 * 5120 + 48 * linear + 16 * full + 64 * rest + 5120
+    held = plan.trunk_bytes(target.config, 2048, 5, 2)
+    # 32 states, 64 tokens apart, of 48 x 128 x 128 in float32, in 48 layers; and where they stand
+    assert held["recurrent states"] == 48 * 32 * (4 * 48 * 128 * 128 + 8)
+    token = 2 * (2 * 2048 + 6144) + 4 * (2048 + 6144 + 48)
+    assert held["linear layers' tokens"] == 2048 * 48 * token
+    assert held["keys and values"] == 2048 * 16 * 2 * 2 * 4 * 256
+    assert plan.chosen(target, drafter, dataclasses.replace(config, gpu_gib=60), 1) is None
+    sequences, sharded, found = plan.chosen(target, drafter, config, 8)
+    assert sharded and sequences >= 1 and sum(found.values()) < 0.9 * 80 * 2**30
+    layers = 48 * linear + 16 * full + 64 * rest
+    assert found["target's weights, a share"] == 2 * (2 * 248320 * 5120 + 5120 + -(-layers // 8))
+
+    target, drafter = plan.on_meta(dataclasses.replace(config, target="125B"))
+    assert plan.numbers(target, table=True) == pytest.approx(128 * 2_500_012 * 160, rel=1e-3)
+    experts = 48 * 512 * 3 * 2560 * 640
+    assert experts < plan.numbers(target) < 1.05 * experts
+    assert plan.chosen(target, drafter, config, 1) is None
+    assert plan.chosen(target, drafter, config, 8)[1]
+
+
+def test_a_target_that_fits_is_left_whole(capsys):
+    figures = plan.plan(TrainConfig(mode="specopd", target="8B", plan=True))
+    assert figures["8"]["fits"] and not figures["8"]["sharded"] and not figures["1"]["sharded"]
+    assert figures["8"]["bytes"]["drafter's gradients"] == 8 * figures["drafter_numbers"]
+    said = capsys.readouterr().out
+    assert "torchrun --nproc_per_node=8 train.py" in said and "8.19 G numbers" in said
+    with pytest.raises(ValueError, match="8B, 27B, 125B"):
+        plan.plan(TrainConfig(mode="specopd", target="9B", plan=True))
