@@ -1,9 +1,12 @@
 """Losses against brute force, enumeration and gradcheck. `pytest tests/test_loss.py`"""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 import loss as losses
@@ -247,3 +250,37 @@ def test_heads_are_given_contiguous_rows():
 def test_an_unknown_loss_is_named():
     with pytest.raises(ValueError, match="e2e_tv"):
         losses.chunked("l2", torch.zeros(1, 1, 1, 1), nn.Identity(), torch.ones(1, 1, 1))
+
+
+MEMORY = """
+import resource, sys, torch
+import loss
+torch.set_num_threads(1)
+R, W, V, C = 64, 7, 248_320, 32  # anchors, drafts, a real vocabulary, a small width
+generator = torch.Generator().manual_seed(0)
+q_hidden, p_hidden = (torch.randn(R, 1, W, C, generator=generator) for _ in range(2))
+head = torch.randn(V, C, generator=generator)
+q_hidden.requires_grad_()
+rows = int(sys.argv[1]) or None
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+value, _ = loss.chunked("e2e_tv", q_hidden, lambda h, *_: h @ head.T, torch.ones(R, 1, W).bool(),
+                        p_hidden=p_hidden, p_head=lambda h: h @ head.T, rows=rows)
+value.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+torch.save(q_hidden.grad, sys.argv[2])
+"""
+
+
+def test_a_real_vocabulary_in_chunks_takes_a_fraction_of_the_memory(tmp_path):
+    peaks, gradients = [], []
+    for rows in (0, 10**9):  # in chunks, and all at once
+        out = tmp_path / f"{rows}.pt"
+        done = subprocess.run([sys.executable, "-c", MEMORY, str(rows), out], cwd=ROOT,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+        gradients.append(torch.load(out))
+    print("peak above the start, MB, in chunks and at once:", [peak // 1024 for peak in peaks])
+    assert peaks[0] < peaks[1] / 4
+    scale = gradients[1].abs().max()
+    torch.testing.assert_close(gradients[0] / scale, gradients[1] / scale, atol=1e-5, rtol=0)
