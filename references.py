@@ -1,0 +1,207 @@
+"""References at scale: the target's own answers to many prompts, made in parts that are kept.
+
+    python references.py --target FOLDER --corpus prompts.jsonl --num-references 20000
+    torchrun --nproc_per_node=8 references.py ...              each process makes every n-th part
+    python references.py ... --api http://localhost:8000/v1    a vLLM or SGLang server writes them
+    python train.py --references runs/references/references.safetensors ...
+    pytest tests/test_references.py
+
+A response depends on the seed and on its prompt's number alone, so it is the same however the work
+is split and how often it was interrupted. A server is asked with token ids and for token ids; one
+that gives text only is believed where the text, cut into tokens here, has as many as it counted.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import data
+import distributed
+import files
+from checkpoint import checkpoint_folder
+from data import References
+from files import flag
+from prepare import weights_of
+from serve import generate
+from target import Target
+
+
+@dataclass(frozen=True)
+class ReferencesConfig:
+    target: str = flag("", "the target's folder; with --api its tokenizer is enough")
+    corpus: str = flag("", "text file or folder, or JSONL prompts; empty: Python's own library")
+    skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
+    out: str = flag("runs/references", "folder: parts, and references.safetensors at the end")
+    num_references: int = flag(512, "how many", low=1)
+    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
+    response_length: int = flag(192, "tokens per response, at most", low=2)
+    temperature: float = flag(1.0, "of the responses", low=0)
+    seed: int = flag(0, "of prompts and responses")
+    part: int = flag(128, "prompts per part, decoded at once and kept at once", low=1)
+    device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("", "of the target; empty: what its config names", choices=files.DTYPES)
+    api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
+    api_model: str = flag("", "the model's name there; empty: the first it has")
+    api_requests: int = flag(32, "requests at once", low=1)
+    timeout: float = flag(600.0, "api: seconds to wait for an answer", low=1)
+
+    def __post_init__(self):
+        files.check_low(self)
+        if not self.target:
+            raise ValueError("--target FOLDER is needed: its tokenizer cuts the prompts")
+
+
+TRIES = 3
+
+
+@dataclass
+class Server:
+    """An OpenAI-compatible server; the key, if it wants one, is OPENAI_API_KEY."""
+
+    url: str
+    model: str
+    timeout: float
+
+    def ask(self, path: str, body: dict | None = None) -> dict:
+        """One request; a server that is busy or away is asked again, one that refuses is not."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        sent = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", sent, headers)
+        for attempt in range(TRIES):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                    found = json.loads(answer.read())
+                if not isinstance(found, dict):
+                    raise ValueError("no JSON object")
+                return found
+            except urllib.error.HTTPError as error:
+                reason = f"{error.code} {error.read(200).decode(errors='replace')}"
+                if error.code < 500 and error.code != 429:
+                    break
+            except (OSError, ValueError) as error:
+                reason = str(error)
+            time.sleep(attempt)
+        raise ValueError(f"--api {self.url}: {path} was not answered: {reason:.200}")
+
+    def first_model(self) -> str:
+        try:
+            return self.ask("models")["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"--api {self.url} names no model: give --api-model") from None
+
+    def respond(self, prompt: list[int], place: int, config, tokenizer) -> list[int] | None:
+        """The response's token ids; None where text cannot be told back into them."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": config.response_length,
+                "temperature": config.temperature, "seed": config.seed * 1_000_003 + place,
+                "return_token_ids": True, "skip_special_tokens": False}  # fmt: skip
+        answer = self.ask("completions", body)
+        try:
+            choice = answer["choices"][0]
+            ids, stopped = choice.get("token_ids"), choice.get("finish_reason") == "stop"
+            if ids is None:
+                ids = tokenizer.encode(choice["text"])
+                counted = answer["usage"]["completion_tokens"]
+                if len(ids) not in (counted, counted - stopped):  # the stop token has no text
+                    return None
+            ids = [int(i) for i in ids]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"--api {self.url}: an answer without {error}: "
+                             f"{json.dumps(answer):.120}") from None  # fmt: skip
+        if any(not 0 <= i < tokenizer.num_tokens for i in ids):
+            raise ValueError(f"--api {self.url}: ids that {config.target} does not have; is it the "
+                             "same model?")  # fmt: skip
+        if stopped and ids and ids[-1] not in tokenizer.stop_ids and tokenizer.stop_ids:
+            ids.append(tokenizer.stop_ids[0])  # servers leave it out of what they return
+        return ids
+
+
+def writer(config: ReferencesConfig, tokenizer):
+    """What makes the responses to some prompts, and what is known of the target's weights."""
+    if config.api:
+        server = Server(config.api, config.api_model, config.timeout)
+        server.model = server.model or server.first_model()
+
+        def write(prompts, places):
+            with ThreadPoolExecutor(config.api_requests) as pool:
+                return list(pool.map(lambda pair: server.respond(*pair, config, tokenizer),
+                                     zip(prompts, places)))  # fmt: skip
+
+        return write, {"target": None, "api_model": server.model}
+    kind = getattr(torch, config.dtype, None)
+    target = Target.from_pretrained(config.target, config.device, kind)
+    longest = config.prompt_length + config.response_length
+    if longest > (limit := target.config.max_position_embeddings):
+        raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
+
+    def write(prompts, places):
+        results = generate(target, None, prompts, config.response_length, config.temperature,
+                           config.seed, tokenizer.stop_ids, batch_size=config.part,
+                           places=places)  # fmt: skip
+        return [result.tokens for result in results]
+
+    return write, {"target": weights_of(target)}
+
+
+def make(config: ReferencesConfig, place: str) -> dict:
+    """Every part that is not there yet, this process's share of them; then all in one file."""
+    config = dataclasses.replace(config, device=place)
+    out, lead = Path(config.out), distributed.rank() == 0
+    tokenizer = data.load_tokenizer(checkpoint_folder(config.target))
+    corpus = data.load_corpus(config.corpus or None, config.skip_bad_lines)
+    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
+                                config.prompt_length, config.seed)  # fmt: skip
+    write, known = writer(config, tokenizer)
+    keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
+    made_with = {key: getattr(config, key) for key in keys} | known
+    parts_of = made_with | {"temperature": config.temperature, "part": config.part}
+    if lead:
+        files.stage(out / "parts", parts_of, lambda: {})
+    distributed.total(torch.zeros(1, device=distributed.device()))
+    starts = range(0, len(prompts), config.part)
+    paths = [out / "parts" / f"{number:06d}.json" for number in range(len(starts))]
+    mine = range(len(starts))[distributed.rank() :: distributed.size()]
+    for number in tqdm(mine, desc="references", unit="part", disable=not lead):
+        if not paths[number].is_file():
+            places = list(range(starts[number], min(starts[number] + config.part, len(prompts))))
+            responses = write([prompts[i] for i in places], places)
+            files.write_json(paths[number], {"responses": responses})
+    distributed.total(torch.zeros(1, device=distributed.device()))
+    if not lead:
+        return {}
+    responses = [one for path in paths for one in files.read_json(path)["responses"]]
+    if len(responses) != len(prompts):
+        raise ValueError(f"{out}/parts holds {len(responses)} responses to {len(prompts)} prompts: "
+                         "remove it")  # fmt: skip
+    pairs = [(p, r) for p, r in zip(prompts, responses) if r is not None]
+    found = References.from_lists(*map(list, zip(*pairs)) if pairs else ([], []), tokenizer.pad_id)
+    found.save(out / "references.safetensors", made_with)
+    figures = {
+        "prompts": len(prompts), "references": len(found.lengths),
+        "not_told_back": len(prompts) - len(pairs),
+        "response_tokens": int((found.lengths - found.prompt_lengths).sum()),
+    }  # fmt: skip
+    files.write_json(out / "summary.json", figures | {"config": dataclasses.asdict(config)})
+    print(json.dumps(figures))
+    return figures
+
+
+def main():
+    config = files.parse_flags(ReferencesConfig, __doc__)
+    make(config, distributed.start(config.device))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(files.exit_code(main))
