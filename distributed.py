@@ -104,7 +104,7 @@ class Pace:
             self.along = False
 
 
-_paces: list[Pace] = []  # of the sharded modules of this process, in the order they were made
+_paces: list[Pace] = []  # of the sharded module of this process, if it has one
 
 
 def device() -> str:
@@ -119,6 +119,7 @@ def shard(model: nn.Module, place) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    assert not _paces, "waiting processes could not tell two sharded modules apart"
     if size() == 1:
         raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
     mesh = init_device_mesh(device().split(":")[0], (size(),))
