@@ -76,6 +76,10 @@ STUDIES = {
                      later={"num_references": 24}, like="gqa-24"),  # fmt: skip
     "time-512": Study({mode: WAYS[mode] | {"steps": "specopd"}
                        for mode in ("ce", "e2e", "rollout")}, like="gqa-512"),  # fmt: skip
+    # as many blocks a step as a rollout of the same references has
+    "dense-24": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}},
+                      later={"num_references": 24}),  # fmt: skip
+    "dense-512": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}),
     "long-24": Study({mode: WAYS[mode] for mode in ("ce", "e2e", "specopd")},
                      later={"num_references": 24, "steps": 2500, "eval_every": 125}),  # fmt: skip
     "gdn-dspark-64": Study(WAYS, {"arch": "gdn", "drafter_kind": "dspark"},
