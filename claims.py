@@ -223,7 +223,9 @@ def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
         worlds.clear()  # one target at a time
         worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
     world = worlds[arch]
-    for seed in config.seeds or study.seeds:
+    for seed in study.seeds:
+        if config.seeds and seed not in config.seeds:
+            continue
         start, _ = places(config, name, seed)
         if name == "given":
             given = {"drafter": str(Path(config.drafter).resolve())}

@@ -47,7 +47,7 @@ def start(place: str) -> str:
 
 def stop() -> None:
     if dist.is_initialized():
-        total(torch.zeros(1, device=device()))  # nobody leaves while another may need it
+        meet()  # nobody leaves while another may need it
         _paces.clear()
         dist.destroy_process_group()
 
@@ -71,11 +71,17 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
+def meet() -> None:
+    """Wait for all processes, running a sharded module along with those that still want it; before
+    messages that are none of ours (DistributedDataParallel's)."""
+    if size() > 1:
+        total(torch.zeros(1, device=device()))
+
+
 def in_turn(make):
     """make() on the first process, and then, when what it makes is there, on the others."""
     made = None if rank() else make()
-    if size() > 1:
-        total(torch.zeros(1, device=device()))
+    meet()
     return make() if rank() else made
 
 
@@ -104,13 +110,19 @@ class Pace:
             self.along = False
 
 
+def warm_up() -> None:
+    """Let FSDP2 make the buffers that it gathers into, which inference mode would make its own."""
+    for pace in _paces:
+        pace.idle()
+
+
 _paces: list[Pace] = []  # of the sharded module of this process, if it has one
 
 
 def device() -> str:
     """Where tensors must be to be sent."""
     sends = dist.get_backend() if dist.is_initialized() else ""
-    return f"cuda:{torch.cuda.currentdevice()}" if sends == "nccl" else "cpu"
+    return f"cuda:{torch.cuda.current_device()}" if sends == "nccl" else "cpu"
 
 
 def shard(model: nn.Module, place) -> None:
@@ -149,7 +161,7 @@ def shared(module: nn.Module, unused: bool = False) -> nn.Module:
     not all of them get one."""
     if size() == 1:
         return module
-    total(torch.zeros(1, device=device()))  # its own messages are about to be sent
+    meet()
     devices = [next(module.parameters()).device]
     return DistributedDataParallel(
         module, devices if devices[0].type == "cuda" else None, find_unused_parameters=unused

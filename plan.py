@@ -4,9 +4,9 @@
     pytest tests/test_plan.py
 
 The target is built on the meta device, from a folder's config.json or one of the sizes below, so a
-laptop does it in seconds. Exact are weights, optimizer, trunks and what a tree keeps (a test holds
-them against real tensors of small models); estimates, marked ~, are what lives for a moment:
-activations, masks, logits.
+laptop does it in a minute. Exact are weights, optimizer and trunks (a test holds them against real
+tensors of small models); estimates, marked ~, are what lives for a moment: a tree with no node
+merged or cut short, activations, masks, logits, layers gathered.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import torch
 
 import replay
 from config import ModelConfig
-from drafter import ANCHORS, Drafter
-from drafter_config import ARCHITECTURES
+from drafter import ANCHORS, Drafter, drafter_class
+from drafter_config import ARCHITECTURES, DrafterConfig
 from files import read_json
 from loss import CHUNK_ELEMENTS, make_optimizers
 from target import Target
@@ -106,11 +106,14 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     C, layers, block = d.layers.hidden_size, len(drafter.layers), A * b
     heads = d.layers.num_attention_heads * d.layers.head_dim
     grouped = 2 * d.layers.num_key_value_heads * d.layers.head_dim
+    # recurrent state at every anchor, in one layer at a time: gathered, decayed, and beside it
+    state = 12 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
     mask = min(A, ANCHORS) * b * (T + min(A, ANCHORS) * b) * -(-A // ANCHORS)
     per_slot = 12 * C + 6 * heads + 4 * d.layers.intermediate_size
     return {
         "~ tree: what it keeps": B * nodes * kept,
         "~ tree: a layer at work": B * nodes * (6 * c.hidden_size + 3 * wide) * size,
+        "~ tree: states at anchors": B * A * state * c.hybrid,
         "~ tree: its mask": B * nodes * (T + nodes) * (1 + size),
         "~ prefill: a layer at work": B * min(T, 256) * (6 * c.hidden_size + 3 * wide) * size,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGITS,
@@ -127,9 +130,12 @@ def needs(target: Target, drafter: Drafter, config, processes: int, B: int, shar
     spread = {"target's weights": size * numbers(target)}
     if sharded:
         spread = {"target's weights, a share": size * (outside + -(-sum(layers) // processes)),
-                  "two of its layers, gathered": 2 * size * max(layers)}  # fmt: skip
+                  "~ three of its layers, gathered": 3 * size * max(layers)}  # fmt: skip
     trunks = trunk_bytes(target.config, T, len(drafter.config.target_layer_ids), size)
+    kept = config.num_references * sum(trunks.values())
     trunks = {f"trunks: {name}": B * each for name, each in trunks.items() if each}
+    if kept <= config.cache_gib * 2**30:
+        trunks["trunks of all references"] = kept
     moment = passing_bytes(drafter, config, B, T)
     return spread | drafter_bytes(drafter, config, processes) | trunks | moment
 
@@ -144,9 +150,13 @@ def on_meta(config) -> tuple[Target, Drafter]:
         found = read_json(path)
     with torch.device("meta"):
         target = Target(ModelConfig.from_dict(found, config.target)).requires_grad_(False)
+        if config.drafter:
+            path = Path(config.drafter) / "config.json"
+            known = DrafterConfig.from_dict(read_json(path), str(path))
+            return target, drafter_class(known)(known, target)
         mask = config.mask_token_id if config.mask_token_id >= 0 else 0
         kind = config.drafter_kind or "dflash"
-        rank = config.rank or 256
+        rank = config.rank or min(256, target.config.hidden_size)
         fields = {"dspark": dict(markov_rank=rank, markov_head_type=config.markov_head or
                                  "vanilla"), "dflash2": dict(selector_rank=rank)}  # fmt: skip
         size = config.block_size or (7 if kind == "dspark" else 8)
@@ -196,6 +206,7 @@ def plan(config) -> dict:
         for name, value in found.items():
             print(f"  {name:30s} {value / 2**30:8.2f} GiB")
         flags = f"--batch-size {B * processes}" + " --shard-target" * sharded
+        flags += " --cache-gib 0" * ("trunks of all references" not in found)
         start = f"torchrun --nproc_per_node={processes} train.py" if processes > 1 else (
             "python train.py")  # fmt: skip
         note = f" (--batch-size {config.batch_size} would not fit)" if rounds > 1 else ""

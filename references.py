@@ -12,6 +12,7 @@ that gives text only is believed where the text, cut into tokens here, has as ma
 """
 
 import dataclasses
+import http.client
 import json
 import os
 import sys
@@ -61,7 +62,7 @@ class ReferencesConfig:
             raise ValueError("--target FOLDER is needed: its tokenizer cuts the prompts")
 
 
-TRIES = 3
+TRIES = 6  # a minute in all
 
 
 @dataclass
@@ -90,9 +91,10 @@ class Server:
                 reason = f"{error.code} {error.read(200).decode(errors='replace')}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (OSError, ValueError) as error:
-                reason = str(error)
-            time.sleep(attempt)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                reason = str(error) or type(error).__name__
+            if attempt < TRIES - 1:
+                time.sleep(2**attempt)
         raise ValueError(f"--api {self.url}: {path} was not answered: {reason:.200}")
 
     def first_model(self) -> str:
@@ -105,17 +107,22 @@ class Server:
         """The response's token ids; None where text cannot be told back into them."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": config.response_length,
                 "temperature": config.temperature, "seed": config.seed * 1_000_003 + place,
-                "return_token_ids": True, "skip_special_tokens": False}  # fmt: skip
+                "return_token_ids": True, "skip_special_tokens": False,
+                # a server has defaults of its own, from generation_config.json
+                "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+                "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
         answer = self.ask("completions", body)
         try:
             choice = answer["choices"][0]
             ids, stopped = choice.get("token_ids"), choice.get("finish_reason") == "stop"
             if ids is None:
                 ids = tokenizer.encode(choice["text"])
-                counted = answer["usage"]["completion_tokens"]
-                if len(ids) not in (counted, counted - stopped):  # the stop token has no text
+                # the stop token was counted, and has no text
+                silent = stopped and ids[-1:] and ids[-1] not in tokenizer.stop_ids
+                if len(ids) != answer["usage"]["completion_tokens"] - bool(silent):
                     return None
             ids = [int(i) for i in ids]
+            last = choice.get("stop_reason", choice.get("matched_stop"))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"--api {self.url}: an answer without {error}: "
                              f"{json.dumps(answer):.120}") from None  # fmt: skip
@@ -123,7 +130,8 @@ class Server:
             raise ValueError(f"--api {self.url}: ids that {config.target} does not have; is it the "
                              "same model?")  # fmt: skip
         if stopped and ids and ids[-1] not in tokenizer.stop_ids and tokenizer.stop_ids:
-            ids.append(tokenizer.stop_ids[0])  # servers leave it out of what they return
+            # servers may leave out what they stopped at; some say what it was
+            ids.append(last if last in tokenizer.stop_ids else tokenizer.stop_ids[0])
         return ids
 
 
@@ -168,16 +176,17 @@ def make(config: ReferencesConfig, place: str) -> dict:
     parts_of = made_with | {"temperature": config.temperature, "part": config.part}
     if lead:
         files.stage(out / "parts", parts_of, lambda: {})
-    distributed.total(torch.zeros(1, device=distributed.device()))
+    distributed.meet()
     starts = range(0, len(prompts), config.part)
     paths = [out / "parts" / f"{number:06d}.json" for number in range(len(starts))]
-    mine = range(len(starts))[distributed.rank() :: distributed.size()]
+    missing = [number for number, path in enumerate(paths) if not path.is_file()]
+    distributed.meet()  # all have looked before anyone writes
+    mine = missing[distributed.rank() :: distributed.size()]
     for number in tqdm(mine, desc="references", unit="part", disable=not lead):
-        if not paths[number].is_file():
-            places = list(range(starts[number], min(starts[number] + config.part, len(prompts))))
-            responses = write([prompts[i] for i in places], places)
-            files.write_json(paths[number], {"responses": responses})
-    distributed.total(torch.zeros(1, device=distributed.device()))
+        places = list(range(starts[number], min(starts[number] + config.part, len(prompts))))
+        responses = write([prompts[i] for i in places], places)
+        files.write_json(paths[number], {"responses": responses})
+    distributed.meet()
     if not lead:
         return {}
     responses = [one for path in paths for one in files.read_json(path)["responses"]]

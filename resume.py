@@ -48,14 +48,15 @@ def load(folder: Path) -> dict | None:
     return None
 
 
-def agree(start: int, path: Path, damaged: list[Path]) -> None:
-    """All processes go on from one step; damaged checkpoints step aside, so that they do not push
-    out good ones."""
+def agree(saved: dict | None) -> None:
+    """All processes go on from one step, or all start; damaged checkpoints step aside, so that they
+    do not push out good ones."""
+    start, size = saved["step"] if saved else -1, distributed.size()
     mine = torch.tensor([start, start**2], device=distributed.device())
-    if distributed.total(mine).tolist() != [distributed.size() * n for n in (start, start**2)]:
-        raise ValueError(f"this process read step {start} from {path}, others another: is the disk "
-                         "the same for all?")  # fmt: skip
-    for one in damaged if distributed.rank() == 0 else ():
+    if distributed.total(mine).tolist() != [size * start, size * start**2]:
+        raise ValueError(f"this process goes on from step {start} (-1: it found none), others do "
+                         "not: is the disk the same for all?")  # fmt: skip
+    for one in saved["damaged"] if saved and distributed.rank() == 0 else ():
         os.replace(one, one.with_suffix(".damaged"))
 
 

@@ -290,6 +290,7 @@ class Target(nn.Module):
             if target.num_tokens > config.vocab_size:
                 raise ValueError(f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size "
                                  f"is {config.vocab_size}")  # fmt: skip
+        distributed.warm_up()
         return target.requires_grad_(False)
 
     def tied_names(self) -> dict[str, str]:
@@ -317,10 +318,9 @@ class Trunks:
         if not cache_gib:
             return
         parts = torch.arange(len(references.lengths)).split(32)
-        pieces = [self._prefill(parts[0])]
-        if pieces[0].nbytes * len(references.lengths) / len(parts[0]) > cache_gib * 2**30:
+        if self._prefill(parts[0][:1]).nbytes * len(references.lengths) > cache_gib * 2**30:
             return
-        pieces += [self._prefill(part) for part in parts[1:]]
+        pieces = [self._prefill(part) for part in parts]
         names = ("tokens", "lengths", "hidden", "taps")
         whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
         layers = zip(*(piece.states for piece in pieces))

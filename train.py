@@ -326,13 +326,14 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     totals |= {"best": {}, "health": {}}
-    if saved := resume.load(out):
+    saved = resume.load(out)
+    resume.agree(saved)
+    if saved:
         files.check_same(saved["same"], same, saved["path"])
         start, totals = saved["step"], saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
-        resume.agree(start, saved["path"], saved["damaged"])
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
 
@@ -358,6 +359,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             batch = next_batch(config, drafter, trunks, step, measure.stop_ids, blocks, hard)
+            distributed.meet()
             value, figures, blocks = share(*batch)
             (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip).item()

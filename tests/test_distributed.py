@@ -69,7 +69,7 @@ def sharded_worker(number: int, size: int, port: int, folder: str, out: str) -> 
         with torch.no_grad():
             found[arch] = {"logits": target(TEXT), "held": torch.tensor(sum(parts))}
         found |= {f"{arch} {mode}": gradients(arch, mode, "dflash", target) for mode in MODES}
-        distributed.total(torch.zeros(1))
+        distributed.meet()
         distributed._paces.clear()
     if number == 0:
         torch.save(found, out)
@@ -100,6 +100,27 @@ def test_a_target_spread_over_two_processes_says_and_teaches_the_same(tmp_path):
                 scale = max(tensor.abs().max().item(), 1.0)
                 gap = (tensor - spread[name]).abs().max().item() / scale
                 assert gap < (1e-6 if arch == "gqa" else 5e-6), (arch, mode, name, gap)
+
+
+def test_tensors_to_be_sent_are_where_the_backend_wants_them(monkeypatch):
+    assert distributed.device() == "cpu"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert distributed.device() == "cuda:3"
+
+
+@pytest.mark.parametrize("mode", ["rollout", "specopd"])
+def test_runs_whose_processes_are_out_of_step_do_not_hang(folders, tmp_path, mode):
+    made = train(folders, tmp_path, 0, "--out", "one", "--mode", mode, "--eval-every", 1)
+    assert made.returncode == 0, made.stderr[-2000:]
+    given = ("--references", "one/references.safetensors", "--eval-every", 1, "--cache-gib", 0)
+    spread = train(folders, tmp_path, 2, "--out", "two", "--mode", mode, "--shard-target", *given)
+    assert spread.returncode == 0, spread.stderr[-2000:]
+    logs = [[json.loads(line) for line in (tmp_path / out / mode / "log.jsonl").open()]
+            for out in ("one", "two")]  # fmt: skip
+    assert [len(log) for log in logs] == [4, 4]
+    assert logs[0][0]["loss"] == pytest.approx(logs[1][0]["loss"], abs=1e-5)
 
 
 def test_a_run_on_a_spread_target_is_the_run_on_a_whole_one(folders, tmp_path):

@@ -54,6 +54,9 @@ def test_the_real_sizes_by_hand():
     whole = plan.needs(target, drafter, config, 1, 4, False)
     assert whole["target's weights"] == 2 * plan.numbers(target)
     assert whole["trunks: keys and values"] == 4 * 256 * 36 * 2 * 8 * 128 * 2
+    few = dataclasses.replace(config, num_references=10)  # whose trunks are all kept
+    trunk = sum(plan.trunk_bytes(target.config, 256, 5, 2).values())
+    assert plan.needs(target, drafter, few, 1, 4, False)["trunks of all references"] == 10 * trunk
 
     target, drafter = plan.on_meta(dataclasses.replace(config, target="27B"))
     linear = (5120 * (2 * 2048 + 2 * 6144 + 2 * 48) + 10240 * 4 + 2 * 48 + 128 + 6144 * 5120)
@@ -86,5 +89,8 @@ def test_a_target_that_fits_is_left_whole(capsys):
     assert figures["8"]["bytes"]["drafter's gradients"] == 8 * figures["drafter_numbers"]
     said = capsys.readouterr().out
     assert "torchrun --nproc_per_node=8 train.py" in said and "8.19 G numbers" in said
+    assert "--cache-gib 0" in said
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        plan.plan(TrainConfig(mode="specopd", target="8B", drafter="nowhere", plan=True))
     with pytest.raises(ValueError, match="8B, 27B, 125B"):
         plan.plan(TrainConfig(mode="specopd", target="9B", plan=True))

@@ -94,7 +94,7 @@ def test_damaged_checkpoints_step_aside(tmp_path):
         resume.save(tmp_path, {"step": step}, keep=2)
     resume.place(tmp_path).write_bytes(b"nothing")
     saved = resume.load(tmp_path)
-    resume.agree(saved["step"], saved["path"], saved["damaged"])
+    resume.agree(saved)
     resume.save(tmp_path, {"step": 5}, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["checkpoint.1.pt", "checkpoint.damaged", "checkpoint.pt"]
