@@ -343,6 +343,7 @@ def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
     [dict(steps=0), dict(response_length=1), dict(loss_temperature=-1.0), dict(clip=float("nan")),
      dict(loss="e2e_al", mode="e2e"), dict(loss="e2e_al", branch_temperature=0.0),
      dict(loss="e2e_al", loss_temperature=0.5), dict(loss="e2e_al", num_greedy=1),
+     dict(loss="e2e_al", reuse=2, save_every=2),
      dict(num_greedy=2), dict(mode="story", stop_after=2)],
 )  # fmt: skip
 def test_settings_without_a_meaning_are_errors(change):
@@ -355,10 +356,20 @@ def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(tmp_path):
     run(tmp_path, "ce", [2])
     with pytest.raises(ValueError, match="mode = 'ce'"):
         run(tmp_path, "e2e", [0])
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:100])
+    for path in tmp_path.glob("checkpoint*.pt"):
+        path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="damaged"):
         run(tmp_path, "ce", [0])
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path):
+    whole, log = run(tmp_path / "whole", "ce", [0])
+    run(tmp_path / "parts", "ce", [3])
+    path = tmp_path / "parts/checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    parts, parts_log = run(tmp_path / "parts", "ce", [0])
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    assert log == parts_log and (tmp_path / "parts/checkpoint.damaged").is_file()
 
 
 def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
