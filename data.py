@@ -360,9 +360,8 @@ def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
 
 
 def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
-    """`count` prompts. From running text: `length` tokens from the start of a random line, texts
-    weighted by size. From prompts: each as it is, those longer than `length` tokens left out and
-    counted."""
+    """`count` prompts. From running text: `length` tokens from the start of a random line, texts by
+    size. From prompts: each as it is, those longer than `length` tokens left out and counted."""
     generator = np.random.default_rng(seed)
     if not isinstance(texts[0], str):
         encoded = [tokenizer.encode(tokenizer.chat(first_turn(messages))) for messages in texts]
@@ -406,9 +405,8 @@ class References:
     def load(cls, path, made_with: dict | None = None) -> "References":
         with open_tensors(path) as file:
             stored = json.loads((file.metadata() or {}).get("made_with", "{}"))
-            if stored.get("target", 0) is None:  # by a server, whose weights nobody saw
-                made_with = {k: v for k, v in (made_with or {}).items() if k != "target"}
-            check_same(stored, made_with or {}, path)
+            unseen = {"target": None} if stored.get("target", 0) is None else {}  # a server's
+            check_same(stored, (made_with or {}) | unseen, path)
             parts = {f.name: file.get_tensor(f.name) for f in dataclasses.fields(cls)}
         return cls(parts["tokens"].long(), parts["lengths"].long(), parts["prompt_lengths"].long())
 
@@ -425,8 +423,8 @@ class References:
 
     @classmethod
     def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
-        """Answers that the target wrote elsewhere: each assistant turn, with all before it as its
-        prompt. Turns that end beyond `length` tokens are left out and counted."""
+        """Answers written elsewhere: each assistant turn, with all before it as its prompt. Turns
+        that end beyond `length` tokens are left out and counted."""
         prompts, responses, refused, too_long = [], [], 0, 0
         for messages in conversations:
             try:

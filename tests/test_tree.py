@@ -316,7 +316,7 @@ def test_anchors_drawn_by_need_are_weighted_so_that_every_mean_stays_the_same():
     found, seen = [], torch.zeros(20)
     for step in range(400):
         anchors, _, weights = draw_anchors(0, step, ids, prompt, lengths, (16, 1, 1), chances)
-        found.append((weights * values[anchors]).mean())
+        found.append((weights * values[anchors]).sum() / 12)  # as 12 anchors count that are there
         seen += torch.bincount(anchors[0], minlength=20)
     found = torch.stack(found)
     assert abs(found.mean() - values[4:16].mean()) < 4 * found.std() / 20
