@@ -90,10 +90,14 @@ def median_time(run, repeats: int, patience: float = float("inf")) -> dict:
     return {"median": ordered[len(ordered) // 2], "low": ordered[0], "high": ordered[-1]}
 
 
-def load(config: BenchConfig, drafter_dtype=None):
-    """Target and drafter (or None), by default in one dtype."""
+def load(config: BenchConfig, drafter_dtype=None, command: str = ""):
+    """Target and drafter (or None), by default in one dtype; both for a command that is named."""
+    if command and not (config.target and config.drafter):
+        raise ValueError(
+            f"{command} needs --target FOLDER and --drafter FOLDER (train.py writes both)"
+        )
     if config.target:
-        kind = getattr(torch, config.dtype, None)
+        kind = files.dtype_of(config)
         target = Target.from_pretrained(config.target, config.device, kind)
     else:
         target = Target.toy(config.arch, config.seed).to(config.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import data
+import files
 import serve
 from bench import BenchConfig, Clock, held_out_prompts, load, median_time
 from drafter import Drafter
@@ -16,14 +17,9 @@ from target import Target
 
 def loaded(config: BenchConfig, command: str):
     """Target, drafter, stop ids and held-out prompts of a command that decodes."""
-    if not (config.target and config.drafter):
-        raise ValueError(
-            f"{command} needs --target FOLDER and --drafter FOLDER (train.py writes both)"
-        )
-    stop_ids = data.load_tokenizer(config.target).stop_ids
-    return *load(config), stop_ids, held_out_prompts(
-        config, config.num_prompts, config.prompt_length
-    )  # fmt: skip
+    pair = load(config, command=command)
+    prompts = held_out_prompts(config, config.num_prompts, config.prompt_length)
+    return *pair, data.load_tokenizer(config.target).stop_ids, prompts
 
 
 def bench_chains(config: BenchConfig) -> dict:
@@ -178,7 +174,7 @@ def bench_hf(config: BenchConfig) -> dict:
     if not config.target:
         raise ValueError("bench.py hf needs --target FOLDER")
     transformers.logging.disable_progress_bar()
-    kind = getattr(torch, config.dtype, None)
+    kind = files.dtype_of(config)
     ours = Target.from_pretrained(config.target, config.device, kind)
     kind = ours.lm_head.weight.dtype
     theirs = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=kind)

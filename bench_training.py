@@ -164,11 +164,16 @@ class Workflows:
         train.update(self.optimizers)
         return int(figures["supervised"])
 
+    def timed(self, name: str, number: int) -> tuple[int, float]:
+        """A step's supervised tokens and seconds."""
+        begin = time.perf_counter()
+        tokens = self.step(name, number)
+        wait()
+        return tokens, time.perf_counter() - begin
+
 
 def workflows(config: BenchConfig, command: str) -> Workflows:
-    if not (config.target and config.drafter):
-        raise ValueError(f"{command} needs --target FOLDER and --drafter FOLDER")
-    target, drafter = load(config, torch.float32)
+    target, drafter = load(config, torch.float32, command)
     T, length = config.trunk_length[0], config.prompt_length
     if max(config.num_anchors) > T - length - 1:
         raise ValueError(f"--num-anchors: {T} tokens have {T - length - 1} behind the prompt")
@@ -208,26 +213,21 @@ def bench_throughput(config: BenchConfig) -> dict:
           "where the time goes")  # fmt: skip
     rows = {}
     for name in flows.ways:
-        times, counts = [], []
-        for step in range(config.repeats + 2):  # the first warms up, the last is looked into
-            if step == 1 and config.device != "cpu":
-                torch.cuda.reset_peak_memory_stats()
-            clock = Clock(PARTS) if step == config.repeats + 1 else None  # waits after every part
-            begin = time.perf_counter()
-            counts.append(flows.step(name, step))
-            wait()
-            times.append(time.perf_counter() - begin)
+        flows.timed(name, 0)  # warms up
+        if config.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        counts, times = zip(*(flows.timed(name, 1 + step) for step in range(config.repeats)))
+        seconds, tokens = statistics.median(times), statistics.mean(counts)
+        clock, begin = Clock(PARTS), time.perf_counter()  # one step more, which waits at every part
+        _, watched = flows.timed(name, 1 + config.repeats)
         clock.restore()
-        watched = times.pop()
-        seconds = statistics.median(times[1:])
-        tokens = statistics.mean(counts[1:-1])
         shares = {k: v / watched for k, v in clock.seconds.items()}
         if "decode" in shares:  # which drafts and scores by itself
             shares = {k: v for k, v in shares.items() if k not in ("sample", "score", "prefill")}
         spans = [(k, b - begin, e - begin) for k, b, e in clock.spans]
         rows[name] = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens,
                       "tokens_per_s": tokens / seconds, "shares": shares, "spans": spans,
-                      "seconds": times[1:]}  # fmt: skip
+                      "seconds": list(times)}  # fmt: skip
         line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
         if config.device != "cpu":
             rows[name]["peak_bytes"] = peak = torch.cuda.max_memory_allocated()

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import FP8_BLOCK, ModelConfig
 from files import atomic, read_json
@@ -244,8 +243,10 @@ def load_weights(
 def placed(tensor: Tensor, like: Tensor) -> Tensor:
     """This process's part of a tensor that is to become the parameter `like`, if that is spread
     over several (FSDP2); otherwise the tensor."""
-    if not isinstance(like, DTensor):
+    if not hasattr(like, "device_mesh"):
         return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor  # a second at start-up
+
     where = like.device_mesh, like.placements
     part = distribute_tensor(tensor, *where, src_data_rank=None).to_local().clone()
     return DTensor.from_local(part, *where, shape=tensor.shape, stride=tensor.stride())

@@ -23,10 +23,11 @@ import torch
 import files
 from drafter import Drafter
 from files import flag
-from measure import Acceptance, middle
-from prepare import prepare, start_drafter
+from measure import Acceptance, gain, middle, shown
+from prepare import prepare
+from story import trained
 from target import Trunks
-from train import FREE, TEMPERATURES, TrainConfig, train
+from train import TEMPERATURES, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Study:
     arms: dict
     changes: dict = field(default_factory=dict)  # of start and arms
     later: dict = field(default_factory=dict)  # of the arms alone
-    seeds: tuple = (0,)
-    # arms with steps "of NAME" train as long, by the clock, as that arm of this study did
+    seeds: tuple = (0,)  # empty: the run's own
+    # arms whose steps are another's name train as long, by the clock, as that one of this study did
     like: str = ""
 
 
@@ -104,6 +105,11 @@ STUDIES = {
     "block-16": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 16, "ce_decay": 7.0},
                       ONCE),
 }  # fmt: skip
+GIVEN = Study(WAYS, seeds=())  # from --drafter
+
+
+def study_of(name: str) -> Study:
+    return GIVEN if name == "given" else STUDIES[name]
 
 
 def counts(found: Acceptance) -> dict:
@@ -133,17 +139,11 @@ class World:
             self.trunks[count] = Trunks(self.target, type(whole)(**rows), config.cache_gib, every)
         return self.trunks[count]
 
-    def run(self, config: TrainConfig, folder: Path) -> dict:
+    def run(self, config: TrainConfig, folder: Path) -> None:
         """Train one arm, or find it done; measure it, or find it measured."""
-        wanted = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
-
-        def make():
-            drafter = start_drafter(config, self.target, self.tokenizer)
-            return train(config, drafter, self.text(config.num_references), self.measure, folder)
-
-        totals = files.stage(folder, wanted, make)
+        world = self.target, self.tokenizer, self.measure
+        totals = trained(config, folder, *world, lambda: self.text(config.num_references))
         self.keep(folder, folder, totals, config.steps)
-        return totals
 
     def keep(self, folder: Path, drafters: Path, totals: dict, steps: int) -> None:
         """Measure the drafters of a folder, once, on this world's prompts."""
@@ -181,7 +181,7 @@ def own(config: ClaimsConfig, **changes) -> TrainConfig:
 
 def places(config: ClaimsConfig, name: str, seed: int) -> tuple[Path, dict]:
     """The folder of a study's start, shared by all studies with the same one, and its changes."""
-    study, out = STUDIES[name], Path(config.out)
+    study, out = study_of(name), Path(config.out)
     if name == "given":
         return out / name / f"s{seed}" / "start", {"seed": seed}
     kind = study.changes.get("drafter_kind") or config.drafter_kind or "dflash"
@@ -205,7 +205,7 @@ def as_long(config: ClaimsConfig, name: str, seed: int, mode: str, like: str) ->
 
 def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) -> TrainConfig:
     """An arm's run. steps: how many it has where it is to take as long as another."""
-    study, (start, changes) = STUDIES[name], places(config, name, seed)
+    study, (start, changes) = study_of(name), places(config, name, seed)
     if arm == "start":
         often = max(250, config.eval_every)
         return own(config, mode="ce", steps=config.warm_steps, eval_every=often, **changes)
@@ -217,13 +217,13 @@ def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) 
 
 
 def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
-    study = STUDIES[name]
+    study = study_of(name)
     arch = study.changes.get("arch", config.arch)
     if arch not in worlds:
         worlds.clear()  # one target at a time
         worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
     world = worlds[arch]
-    for seed in study.seeds:
+    for seed in study.seeds or (config.seed,):
         if config.seeds and seed not in config.seeds:
             continue
         start, _ = places(config, name, seed)
@@ -249,7 +249,7 @@ class Arm:
     found: dict
 
     @property
-    def al(self) -> float:
+    def mean(self) -> float:
         return sum(one.mean for one in self.found.values()) / len(self.found)
 
     @property
@@ -264,20 +264,22 @@ class Arm:
         picks = torch.randint(len(each), each.shape, generator=generator)
         return each.gather(0, picks).mean(0)
 
+    def interval(self, other: "Arm") -> tuple[float, float]:
+        return middle(self.draws() - other.draws())
+
     def over(self, other: "Arm") -> dict:
-        """Gain in AL over another arm, on the seeds that both have: percent, and the 95 % interval
-        of the paired difference in AL."""
+        """The gain over another arm, on the seeds that both have."""
         seeds = self.found.keys() & other.found.keys()
         mine, its = (Arm({seed: arm.found[seed] for seed in seeds}) for arm in (self, other))
-        interval = middle(mine.draws() - its.draws())
-        return {"percent": 100 * (mine.al / its.al - 1), "interval": interval, "seeds": len(seeds)}
+        return gain(mine, its) | {"seeds": len(seeds)}
 
 
 def done(config: ClaimsConfig, name: str) -> dict:
     """{arm: {seed: folder}} of a study, of what is trained and measured."""
     found = {}
-    for arm in STUDIES[name].arms:
-        there = {seed: folder_of(config, name, seed, arm) for seed in STUDIES[name].seeds}
+    seeds = sorted(int(place.name[1:]) for place in Path(config.out, name).glob("s*"))
+    for arm in study_of(name).arms:
+        there = {seed: folder_of(config, name, seed, arm) for seed in seeds}
         there = {seed: place for seed, place in there.items() if (place / "al.json").is_file()}
         found |= {arm: there} if there else {}
     return found
@@ -309,10 +311,6 @@ def read(config: ClaimsConfig, name: str) -> dict:
     return found
 
 
-def shown(gain: dict) -> str:
-    return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
-
-
 def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]:
     """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL (on a
     quarter of the prompts). In brackets the 95 % interval of the difference in AL."""
@@ -323,42 +321,40 @@ def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]
         row = figures[arm] = {}
         cells = [arm, str(len(ats["last"]["t0"].found))]
         for t, one in ats["last"].items():
-            row[t] = {"al": one.al, "survival": one.survival}
+            row[t] = {"al": one.mean, "survival": one.survival}
             if arm != base and base in found:
                 row[t]["over"] = {
                     other: one.over(of["last"][t])
                     for other, of in found.items()
                     if other != arm and one.found.keys() & of["last"][t].found.keys()
                 }
-            cells += [f"{one.al:.3f}", shown(row[t]["over"][base]) if "over" in row[t] else ""]
+            cells += [f"{one.mean:.3f}", shown(row[t]["over"][base]) if "over" in row[t] else ""]
         for t, one in ats["best"].items():
-            row[t] |= {"best_al": one.al, "best_survival": one.survival}
-            cells.append(f"{one.al:.3f}")
+            row[t] |= {"best_al": one.mean, "best_survival": one.survival}
+            cells.append(f"{one.mean:.3f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines, figures
 
 
 def chosen(config: ClaimsConfig) -> list[str]:
     """The studies that are asked for; what cannot be run is said before anything is."""
-    STUDIES["given"] = Study(WAYS, seeds=(config.seed,))
-    names = list(config.studies) or (["given"] if config.drafter else
-                                     [name for name in STUDIES if name != "given"])  # fmt: skip
+    names = list(config.studies) or (["given"] if config.drafter else list(STUDIES))
     for name in names:
-        if name not in STUDIES:
-            raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
+        if name not in (*STUDIES, "given"):
+            raise ValueError(f"--studies {name}: there is {', '.join([*STUDIES, 'given'])}")
     if "given" in names and not config.drafter:
         raise ValueError("--studies given goes with --drafter FOLDER")
     known = {
-        "arms": [arm for name in names for arm in STUDIES[name].arms],
-        "seeds": [seed for name in names for seed in STUDIES[name].seeds],
+        "arms": [arm for name in names for arm in study_of(name).arms],
+        "seeds": [seed for name in names for seed in study_of(name).seeds or (config.seed,)],
     }
     for flag_name, there in known.items():
         for one in set(getattr(config, flag_name)) - set(there):
             listed = ", ".join(map(str, dict.fromkeys(there)))
             raise ValueError(f"--{flag_name} {one}: there is {listed}")
     for name in names:
-        for arm in config.arms or STUDIES[name].arms:
-            if arm in STUDIES[name].arms:
+        for arm in config.arms or study_of(name).arms:
+            if arm in study_of(name).arms:
                 run_of(config, name, 0, arm, steps=lambda *_: config.steps)  # a valid run
     return names
 
@@ -367,9 +363,10 @@ def claims(config: ClaimsConfig) -> dict | None:
     names, figures, worlds = chosen(config), {}, {}
     if config.list:
         for name in names:
-            study, there = STUDIES[name], done(config, name)
+            study, there = study_of(name), done(config, name)
             arms = ", ".join(f"{arm} ({len(there.get(arm, {}))})" for arm in study.arms)
-            print(f"{name}: seeds {', '.join(map(str, study.seeds))}; arms (seeds done): {arms}")
+            seeds = ", ".join(map(str, study.seeds or (config.seed,)))
+            print(f"{name}: seeds {seeds}; arms (seeds done): {arms}")
         return None
     for name in names:
         run_study(config, worlds, name)

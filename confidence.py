@@ -215,7 +215,7 @@ def main():
     config = files.parse_flags(ConfidenceConfig, __doc__)
     if not (config.target and config.drafter):
         raise ValueError("--target FOLDER and --drafter FOLDER are needed")
-    kind = getattr(torch, config.dtype, None)
+    kind = files.dtype_of(config)
     target = Target.from_pretrained(config.target, config.device, kind)
     drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
     if not drafter.says_confidence:

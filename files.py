@@ -98,6 +98,11 @@ class _Parser(argparse.ArgumentParser):
 DTYPES = ("", "float32", "bfloat16")
 
 
+def dtype_of(config) -> torch.dtype | None:
+    """What --dtype names; None: what a folder's config names."""
+    return getattr(torch, config.dtype, None)
+
+
 def flag(default, text: str, **metadata):
     """A config field with its help text: the one place where its default stands. `low`: the least
     value it may have; `choices`: all it may be; `kind`: of a tuple's members, if not str."""

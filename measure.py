@@ -69,6 +69,15 @@ def middle(values: Tensor) -> tuple[float, float]:
     return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
 
 
+def gain(one, other) -> dict:
+    """Of one's AL over another's: percent, and the 95 % interval of the paired difference in AL."""
+    return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
+
+
+def shown(gain: dict) -> str:
+    return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
+
+
 def repetition(tokens: list[int], size: int = REPEAT) -> float:
     """The share of a text's runs of `size` tokens that it had before: loops flatter AL."""
     runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]

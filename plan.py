@@ -18,9 +18,10 @@ import torch
 import replay
 from config import ModelConfig
 from drafter import ANCHORS, Drafter, drafter_class
-from drafter_config import ARCHITECTURES, DrafterConfig
+from drafter_config import DrafterConfig
 from files import read_json
 from loss import CHUNK_ELEMENTS, make_optimizers
+from prepare import fresh_drafter
 from target import Target
 
 FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
@@ -154,14 +155,7 @@ def on_meta(config) -> tuple[Target, Drafter]:
             path = Path(config.drafter) / "config.json"
             known = DrafterConfig.from_dict(read_json(path), str(path))
             return target, drafter_class(known)(known, target)
-        mask = config.mask_token_id if config.mask_token_id >= 0 else 0
-        kind = config.drafter_kind or "dflash"
-        rank = config.rank or min(256, target.config.hidden_size)
-        fields = {"dspark": dict(markov_rank=rank, markov_head_type=config.markov_head or
-                                 "vanilla"), "dflash2": dict(selector_rank=rank)}  # fmt: skip
-        size = config.block_size or (7 if kind == "dspark" else 8)
-        drafter = Drafter.fresh(target, config.draft_layers or 2, size, mask, config.seed,
-                                ARCHITECTURES[kind], **fields.get(kind, {}))  # fmt: skip
+        drafter = fresh_drafter(config, target, max(0, config.mask_token_id))
     return target, drafter
 
 

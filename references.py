@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 import data
@@ -32,7 +31,7 @@ import files
 from checkpoint import checkpoint_folder
 from data import References
 from files import flag
-from prepare import weights_of
+from prepare import provenance, weights_of
 from serve import generate
 from target import Target
 
@@ -146,8 +145,8 @@ def writer(config: ReferencesConfig, tokenizer):
                 return list(pool.map(lambda pair: server.respond(*pair, config, tokenizer),
                                      zip(prompts, places)))  # fmt: skip
 
-        return write, {"target": None, "api_model": server.model}
-    kind = getattr(torch, config.dtype, None)
+        return write, {"api_model": server.model}
+    kind = files.dtype_of(config)
     target = Target.from_pretrained(config.target, config.device, kind)
     longest = config.prompt_length + config.response_length
     if longest > (limit := target.config.max_position_embeddings):
@@ -171,8 +170,7 @@ def make(config: ReferencesConfig, place: str) -> dict:
     prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
                                 config.prompt_length, config.seed)  # fmt: skip
     write, known = writer(config, tokenizer)
-    keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
-    made_with = {key: getattr(config, key) for key in keys} | known
+    made_with = provenance(config, None) | known
     parts_of = made_with | {"temperature": config.temperature, "part": config.part}
     if lead:
         files.stage(out / "parts", parts_of, lambda: {})

@@ -18,6 +18,7 @@ import claims
 import files
 from claims import STUDIES, ClaimsConfig
 from files import flag
+from measure import shown
 
 COLOURS = {"ce": "tab:gray", "e2e": "tab:orange", "rollout": "tab:green", "specopd": "tab:blue",
            "start": "black"}  # fmt: skip
@@ -156,12 +157,7 @@ def draw_timelines(plot, path: Path, rows: dict, names: list) -> str:
 
 def of_claims(config: ReportConfig, out: Path, plot) -> list[str]:
     lines, kept = [], ClaimsConfig(out=config.claims)
-    given = Path(config.claims) / "given"
-    if given.is_dir():  # its start was a flag; only its measurements are read
-        seeds = tuple(sorted(int(p.name[1:]) for p in given.glob("s*") if p.is_dir()))
-        STUDIES["given"] = claims.Study(claims.WAYS, seeds=seeds)
-        kept = ClaimsConfig(out=config.claims, drafter=str(given))
-    for name in STUDIES:
+    for name in (*STUDIES, "given"):
         found = claims.read(kept, name)
         if not found:
             continue
@@ -169,7 +165,7 @@ def of_claims(config: ReportConfig, out: Path, plot) -> list[str]:
         lines += [f"## {name}", "", *rows, ""]
         own = figures.get("specopd")
         for other in ("ce", "e2e", "rollout") if own else ():
-            gains = [f"T = {t[1:]} {claims.shown(own[t]['over'][other])}" for t in own
+            gains = [f"T = {t[1:]} {shown(own[t]['over'][other])}" for t in own
                      if other in own[t]["over"]]  # fmt: skip
             lines += [f"- SpecOPD over {other}: {', '.join(gains)}"] if gains else []
         logs = logs_of(kept, name)

@@ -364,7 +364,7 @@ def main():
     if not asked and not config.eval:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
     target = Target.from_pretrained(
-        config.target, config.device, getattr(torch, config.dtype, None)
+        config.target, config.device, files.dtype_of(config)
     )
     tokenizer = data.load_tokenizer(config.target)
     drafter = None

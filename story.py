@@ -17,10 +17,21 @@ import torch
 
 import files
 from drafter import Drafter
-from measure import Acceptance, decoding_speed
+from measure import Measure, decoding_speed, gain, shown
 from prepare import prepare, start_drafter
 from target import Trunks
 from train import FREE, MODES, TEMPERATURES, TrainConfig, train
+
+
+def trained(run: TrainConfig, folder: Path, target, tokenizer, measure: Measure, trunks) -> dict:
+    """Train one run, or find it done in its folder -> its totals. trunks(): of its references, made
+    where they are needed."""
+    wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
+
+    def make():
+        return train(run, start_drafter(run, target, tokenizer), trunks(), measure, folder)
+
+    return files.stage(folder, wanted, make)
 
 
 def story(config: TrainConfig, out: Path) -> None:
@@ -34,11 +45,8 @@ def story(config: TrainConfig, out: Path) -> None:
     for mode in config.ways:
         runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
     for name, run in runs.items():
-        wanted = {k: v for k, v in dataclasses.asdict(run).items() if k not in FREE}
-        def make(run=run, folder=out / name):
-            return train(run, start_drafter(run, target, tokenizer), trunks, measure, folder)
-
-        totals[name] = files.stage(out / name, wanted, make)
+        world = target, tokenizer, measure, lambda: trunks
+        totals[name] = trained(run, out / name, *world)
         drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
     rows = {}
     for name, drafter in drafters.items():
@@ -55,10 +63,6 @@ TITLES = {
 }  # fmt: skip
 
 
-def gain(one: Acceptance, other: Acceptance) -> dict:
-    return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
-
-
 def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: float) -> None:
     """The figures, in summary.json and as a table."""
     entries = {name: dict(totals.get(name, {})) for name in rows}
@@ -70,9 +74,6 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
                 entry[f"over_{base}_t{t:g}"] = gain(here, rows[base][t])
     summary = {"config": dataclasses.asdict(config), "rows": entries}
     files.write_json(out / "summary.json", summary | {"decoding": speeds, "seconds": seconds})
-
-    def shown(gain: dict) -> str:
-        return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
 
     size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
     print(f"\nAcceptance length, {size}, seed {config.seed}")

@@ -359,7 +359,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             batch = next_batch(config, drafter, trunks, step, measure.stop_ids, blocks, hard)
-            distributed.meet()
+            if config.shard_target:
+                distributed.meet()
             value, figures, blocks = share(*batch)
             (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip).item()
@@ -369,15 +370,15 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             value, *found, asked = distributed.total(mine).tolist()  # one message for all of them
             if resume.sound(value, norm, totals["health"], config.spike):
                 update(optimizers)
-            elif totals["health"]["in_a_row"] >= config.max_skipped:
+            else:
+                drafter.zero_grad()
+            if totals["health"]["in_a_row"] >= config.max_skipped:
                 if lead:
                     drafter.save_pretrained(out / "sound")
                 raise ValueError(f"{config.max_skipped} steps in a row went wrong, the last with "
                                  f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
                                  f"--out from --drafter {out}/sound, with a lower --lr and "
                                  "--matrix-lr")  # fmt: skip
-            for parameter in drafter.parameters():
-                parameter.grad = None
             record = {"step": step + 1, "loss": value, "grad_norm": norm}
             record |= dict(zip(counts, map(int, found)))
             record |= {k: v.tolist() for k, v in figures.items()}

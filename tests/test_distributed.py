@@ -152,16 +152,20 @@ def test_the_gradient_does_not_depend_on_the_number_of_processes(tmp_path, size)
             assert gap < (1e-6 if case[0] == "gqa" else 5e-6), (case, name, gap)
 
 
-def train(folders, cwd, processes: int, *flags):
+def command(folders, processes: int, *flags) -> list[str]:
+    """A small run of train.py, by torchrun where there are processes."""
     start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}",
              f"--master_port={free_port()}"] if processes else []  # fmt: skip
     small = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-references 8
         --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --save-every 2
         --warmup 1 --matrix-lr 0 --lr 1e-4""".split()
-    command = [sys.executable, *start, ROOT / "train.py", *small, "--target", folders / "target",
-               "--drafter", folders / "drafter", *flags]  # fmt: skip
+    given = ("--target", folders / "target", "--drafter", folders / "drafter", *flags)
+    return [sys.executable, *start, *map(str, (ROOT / "train.py", *small, *given))]
+
+
+def train(folders, cwd, processes: int, *flags):
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300,
+        command(folders, processes, *flags), cwd=cwd, capture_output=True, text=True, timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, small_drafter
-from test_distributed import free_port
+from test_distributed import command
 from test_train import CONFIG, STOP, setup
 
 import files
@@ -130,19 +130,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_many_end_the_run(tmp_path
 
 # --------------------------------------------------------------------- runs that are interrupted
 
-SMALL = """--mode specopd --steps 60 --batch-size 4 --num-anchors 4 --num-references 8
-    --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --eval-every 20
-    --save-every 3 --warmup 1""".split()
+LONGER = "--steps 60 --eval-every 20 --save-every 3 --matrix-lr 0.01 --lr 1e-3".split()
 
 
 def begin(folders, cwd, out: str, processes: int) -> subprocess.Popen:
-    start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}",
-             f"--master_port={free_port()}"] if processes > 1 else []  # fmt: skip
-    command = [sys.executable, *start, ROOT / "train.py", *SMALL, "--out", out, "--target",
-               folders / "target", "--drafter", folders / "drafter"]  # fmt: skip
     return subprocess.Popen(
-        list(map(str, command)), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        command(folders, processes, *LONGER, "--out", out), cwd=cwd, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -163,16 +158,16 @@ def weights_of(folder):
 
 
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(folders, tmp_path):
-    whole = begin(folders, tmp_path, "whole", 1)
+    whole = begin(folders, tmp_path, "whole", 0)
     assert whole.wait(300) == 0, whole.stderr.read()
-    parts = begin(folders, tmp_path, "parts", 1)
+    parts = begin(folders, tmp_path, "parts", 0)
     wait_for_a_step(parts, tmp_path / "parts/specopd/log.jsonl", 5)
     parts.send_signal(signal.SIGTERM)
     assert parts.wait(60) == 143
     last = parts.stderr.read().strip().splitlines()[-1]
     saved = resume.load(tmp_path / "parts/specopd")["step"]
     assert f"step {saved} of 60 is saved" in last and saved >= 5
-    assert begin(folders, tmp_path, "parts", 1).wait(300) == 0
+    assert begin(folders, tmp_path, "parts", 0).wait(300) == 0
     one, two = (weights_of(tmp_path / out / "specopd") for out in ("whole", "parts"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
