@@ -2,6 +2,7 @@
 
     python bench.py throughput  supervised tokens per second: SpecOPD against sequential rollouts
     python bench.py tree        scoring branches packed on their trunk, against each branch alone
+    torchrun --nproc_per_node=2 bench.py scale     whole steps by one process and by all of them
     python bench.py activity    the share of time with a kernel running, of both; on a GPU
     python bench.py replay      what checkpoints of recurrent state cost, by their spacing
     python bench.py chains      several drafted chains per round against one
@@ -14,7 +15,7 @@
 
 Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
 figures go to the terminal and to summary.json in --out. What each measures stands in
-bench_training.py (the first four), bench_serving.py, claims.py and report.py.
+bench_training.py (the first five), bench_serving.py, claims.py and report.py.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 
 import data
+import distributed
 import files
 import serve
 from drafter import Drafter
@@ -57,6 +59,7 @@ class BenchConfig:
     num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; speed: "
                             "or as many as are decoded at once; throughput: 32 at least",
                             low=1)  # fmt: skip
+    batch_size: int = flag(8, "scale: texts per step", low=1)
     prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
     max_new_tokens: int = flag(200, "decode, al, speed: tokens generated per prompt", low=2)
     concurrency: tuple = flag((1, 8, 32), "speed: prompts decoded at once", kind=int, low=1)
@@ -163,14 +166,20 @@ class Clock:
 def main():
     # they build on this file
     from bench_serving import bench_al, bench_chains, bench_decode, bench_hf, bench_speed
-    from bench_training import bench_activity, bench_replay, bench_throughput, bench_tree
+    from bench_training import (
+        bench_activity,
+        bench_replay,
+        bench_scale,
+        bench_throughput,
+        bench_tree,
+    )
     from claims import ClaimsConfig, claims
     from report import ReportConfig, report
 
     commands = {"throughput": bench_throughput, "tree": bench_tree, "replay": bench_replay,
                 "chains": bench_chains, "decode": bench_decode, "al": bench_al,
                 "speed": bench_speed, "hf": bench_hf, "activity": bench_activity,
-                "claims": claims, "report": report}  # fmt: skip
+                "scale": bench_scale, "claims": claims, "report": report}  # fmt: skip
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         files.parse_flags(BenchConfig, __doc__, ["--help"])
@@ -178,6 +187,8 @@ def main():
         raise ValueError(f"bench.py {command}: there is {', '.join(commands)}")
     kinds = {"claims": ClaimsConfig, "report": ReportConfig}
     config = files.parse_flags(kinds.get(command, BenchConfig), __doc__, sys.argv[2:])
+    if command == "scale":
+        config = dataclasses.replace(config, device=distributed.start(config.device))
     figures = commands[command](config)
     path = Path(config.out) / "summary.json"
     if figures is None:

@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import distributed
 import loss
 import replay
-import train
+import step as training
 from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_of, wait
 from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers
+from prepare import Trunks
 from serve import generate
-from target import Target, Trunks
+from target import Target
 from train import TrainConfig
 from tree import build_tree
 
@@ -158,11 +160,11 @@ class Workflows:
     def step(self, name: str, number: int) -> int:
         """A training step, as train.py makes it but for clipping -> its supervised tokens."""
         config = self.ways[name]
-        batch = train.next_batch(config, self.drafter, self.trunks, number, ())
-        value, figures, _ = train.step_loss(config, self.drafter, *batch)
-        value.backward()
-        train.update(self.optimizers)
-        return int(figures["supervised"])
+        parts = training.next_batch(config, self.drafter, self.trunks, number, ())
+        share = training.Step(config, self.drafter)
+        figures = training.gradient(config, share, self.drafter, parts)
+        loss.update(self.optimizers)
+        return figures["supervised"]
 
     def timed(self, name: str, number: int) -> tuple[int, float]:
         """A step's supervised tokens and seconds."""
@@ -196,9 +198,9 @@ def workflows(config: BenchConfig, command: str) -> Workflows:
 
 
 PARTS = {
-    "decode": (train, "decode"), "prefill": (Trunks, "__call__"), "sample": (Drafter, "propose"),
+    "decode": (training, "decode"), "prefill": (Trunks, "__call__"), "sample": (Drafter, "propose"),
     "score": (Target, "score"), "loss": (loss, "chunked"), "backward": (torch.Tensor, "backward"),
-    "update": (train, "update")}  # fmt: skip
+    "update": (loss, "update")}  # fmt: skip
 
 
 def bench_throughput(config: BenchConfig) -> dict:
@@ -275,4 +277,72 @@ def bench_activity(config: BenchConfig) -> dict:
                    if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
         figures[name] = covered(kernels) / 1e6 / seconds
         print(f"{name:25s} a kernel runs {100 * figures[name]:.1f} % of the time")
+    return figures
+
+
+def bench_scale(config: BenchConfig) -> dict | None:
+    """Whole SpecOPD steps of one batch by one process, the others idle, and by all of them; what
+    their messages and gradients cost, waiting for the slowest included."""
+    size, lead = distributed.size(), distributed.rank() == 0
+    if size == 1:
+        raise ValueError("scale compares processes: torchrun --nproc_per_node=2 bench.py scale ...")
+    flows = workflows(config, "scale")
+    if config.batch_size % size:
+        raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes")
+    way = replace(next(way for name, way in flows.ways.items() if name.startswith("SpecOPD")),
+                  batch_size=config.batch_size, num_branches=config.num_branches)  # fmt: skip
+    whole = training.Step(way, flows.drafter)
+    share = distributed.shared(whole)
+
+    def step(module, number: int) -> tuple[float, int]:
+        begin = time.perf_counter()
+        parts = training.next_batch(way, flows.drafter, flows.trunks, number, ())
+        tokens = training.gradient(way, module, flows.drafter, parts)["supervised"]
+        loss.update(flows.optimizers)
+        wait()
+        return time.perf_counter() - begin, tokens
+
+    def alone(number: int) -> float:
+        names = {"size": lambda: 1, "rank": lambda: 0}
+        saved = {name: getattr(distributed, name) for name in names}
+        vars(distributed).update(names)
+        seconds = step(whole, number)[0] if lead else 0.0
+        vars(distributed).update(saved)
+        distributed.meet()
+        return seconds
+
+    def silent(number: int) -> float:
+        with share.no_sync():
+            return step(share, number)[0]
+
+    times = {"one process": [], "all": [], "all, gradients not sent": []}
+    messages, tokens = [], []
+    for number in range(1 + config.repeats):  # in turn, so that all see the same machine
+        times["one process"].append(alone(number))
+        clock = Clock({"messages": (distributed, "total")})
+        seconds, count = step(share, number)
+        clock.restore()
+        times["all"].append(seconds)
+        messages.append(clock.seconds["messages"])
+        tokens.append(count)
+        times["all, gradients not sent"].append(silent(number))
+    distributed.stop()
+    if not lead:
+        return None
+    median = {name: statistics.median(found[1:]) for name, found in times.items()}
+    ratio = median["one process"] / median["all"]
+    sent = max(0.0, median["all"] - median["all, gradients not sent"])
+    said = statistics.median(messages[1:])
+    figures = {
+        "processes": size, "threads": torch.get_num_threads(), "seconds": times, "ratio": ratio,
+        "tokens_per_s": statistics.mean(tokens) / median["all"],
+        "messages_share": said / median["all"], "gradients_share": sent / median["all"],
+    }  # fmt: skip
+    print(f"{config.batch_size} texts a step, {way.num_anchors} anchors x {way.num_branches}, "
+          f"{figures['threads']} threads each; medians of {config.repeats}")  # fmt: skip
+    for name, seconds in median.items():
+        print(f"{name:24s} {1e3 * seconds:8.0f} ms, {statistics.mean(tokens) / seconds:7.0f} "
+              f"supervised tokens/s")  # fmt: skip
+    print(f"{size} processes: {ratio:.2f} x one; messages {100 * figures['messages_share']:.1f} % "
+          f"and gradients {100 * figures['gradients_share']:.1f} % of a step")  # fmt: skip
     return figures

@@ -24,9 +24,8 @@ import files
 from drafter import Drafter
 from files import flag
 from measure import Acceptance, gain, middle, shown
-from prepare import prepare
+from prepare import Trunks, prepare
 from story import trained
-from target import Trunks
 from train import TEMPERATURES, TrainConfig
 
 

@@ -145,8 +145,8 @@ def _numerator(name, logits, p, q, alpha, tokens, valid, temperature, decay, sur
         cross = torch.where(logq.isneginf(), 0.0, p * logq)  # ids the drafter may never propose
         return ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum(-1)
     if name == "e2e_tv":
-        return -survival(alpha, valid).sum(-1)
-    return -_e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid)
+        return (valid - survival(alpha, valid)).sum(-1)
+    return valid.sum(-1) - _e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid)
 
 
 def chunked(
@@ -163,7 +163,7 @@ def chunked(
     confidence=None,
     temperature: float = 1.0,
     decay: float = 4.0,
-    total=lambda x: x,
+    totals: dict[str, Tensor] | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss, or a weighted sum of several, from hidden states and heads, vocabulary-sized work in
@@ -173,12 +173,12 @@ def chunked(
     "ce", the drafts of "e2e_al"; before (R, K, W): the token before each slot; mask (R, K, W) valid
     positions; weight (R,) of an anchor's branches. q_head: (hidden, before, labels of "ce" or None)
     -> logits, p_head: hidden -> logits, confidence: (hidden, before) -> logits (R, K, W). A term of
-    weight 0 costs nothing. `total` sums a tensor over processes; where there are several, the value
-    is this one's share of the loss (the shares sum to it), the figures are those of all. `rows`:
-    anchors per chunk, by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits
-    are recomputed in the backward pass, so at no time do those of two chunks exist. Returns the
-    loss and figures: alpha (W,) the mean per position, and survival (W,), both over valid positions
-    (of all anchors alike); empty for "ce" alone.
+    weight 0 costs nothing. `totals`: each term's `denominator`, of a batch that this may be a part
+    of; the value is then its share of the loss (the shares sum to it). `rows`: anchors per chunk,
+    by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in
+    the backward pass, so at no time do those of two chunks exist. Returns the loss and figures,
+    sums over valid positions (of all anchors alike): alpha (W,), survival (W,), and how many
+    positions (W,) there are; empty for "ce" alone.
     """
     terms = {terms: 1.0} if isinstance(terms, str) else terms
     terms = {name: share for name, share in terms.items() if share}
@@ -186,7 +186,8 @@ def chunked(
         if name not in TERMS:
             raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
     (R, K, W), valid, needs_p = mask.shape, mask.float(), set(terms) != {"ce"}
-    totals = {name: total(denominator(name, mask, decay, weight)) for name in terms}
+    if totals is None:
+        totals = {name: denominator(name, mask, decay, weight) for name in terms}
     if rows is None:
         V = q_head(q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1]
                                            for t in (before, None))).shape[-1]  # fmt: skip
@@ -220,15 +221,11 @@ def chunked(
         piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
         value = value + piece
         alphas.append(alpha)
-    ones = sum(share for name, share in terms.items() if name.startswith("e2e"))
-    if ones:
-        value = value + ones / total(torch.ones_like(value))
     if not needs_p:
         return value, {}
     alpha = torch.cat(alphas)
     sums = torch.stack([valid, alpha * valid, survival(alpha, valid)]).sum((1, 2))  # (3, W)
-    count, *sums = total(sums)
-    return value, dict(zip(("alpha", "survival"), (one / count.clamp(min=1) for one in sums)))
+    return value, dict(zip(("positions", "alpha", "survival"), sums))
 
 
 # ----------------------------------------------------------------------------------- what learns it

@@ -155,7 +155,7 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
             attn_mask=mask,
-            is_causal=mask is None and N > 1,
+            is_causal=mask is None and bool(N > 1),
             enable_gqa=q.shape[2] != k.shape[2],
         ).transpose(1, 2)  # (B, N, H, D)
         out = out.transpose(1, 2).reshape(B, 1, -1, self.head_dim) if N == 1 else out

@@ -10,7 +10,6 @@ merged or cut short, activations, masks, logits, layers gathered.
 """
 
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
@@ -111,6 +110,8 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     state = 12 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
     mask = min(A, ANCHORS) * b * (T + min(A, ANCHORS) * b) * -(-A // ANCHORS)
     per_slot = 12 * C + 6 * heads + 4 * d.layers.intermediate_size
+    kept_of = layers * (C if config.recompute else per_slot) + config.recompute * per_slot
+    each = 2 if config.precision == "bfloat16" else 4
     return {
         "~ tree: what it keeps": B * nodes * kept,
         "~ tree: a layer at work": B * nodes * (6 * c.hidden_size + 3 * wide) * size,
@@ -118,8 +119,8 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
         "~ tree: its mask": B * nodes * (T + nodes) * (1 + size),
         "~ prefill: a layer at work": B * min(T, 256) * (6 * c.hidden_size + 3 * wide) * size,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGITS,
-        "~ drafter: context": 4 * B * T * (C * (3 + taps) + 4 * layers * grouped),
-        "~ drafter: blocks": 4 * B * layers * block * per_slot + 5 * B * mask,
+        "~ drafter: context": each * B * T * (C * (3 + taps) + 4 * layers * grouped),
+        "~ drafter: blocks": each * B * block * kept_of + 5 * B * mask,
     }
 
 
@@ -137,7 +138,12 @@ def needs(target: Target, drafter: Drafter, config, processes: int, B: int, shar
     trunks = {f"trunks: {name}": B * each for name, each in trunks.items() if each}
     if kept <= config.cache_gib * 2**30:
         trunks["trunks of all references"] = kept
-    moment = passing_bytes(drafter, config, B, T)
+    waiting = max(0, config.batch_size // processes - B)  # with --grad-accum: drawn, not learned
+    W, A, K = drafter.config.num_draft_tokens, config.num_anchors, config.num_branches
+    taps = len(drafter.config.target_layer_ids)
+    width = target.config.hidden_size * size
+    blocks = {"blocks of the other parts": waiting * width * (taps * T + A * K * W)}
+    moment = passing_bytes(drafter, config, B, T) | (blocks if waiting else {})
     return spread | drafter_bytes(drafter, config, processes) | trunks | moment
 
 
@@ -195,16 +201,22 @@ def plan(config) -> dict:
             figures[str(processes)] = {"fits": False, "bytes": least}
             continue
         B, sharded, found = best
-        rounds = math.ceil(config.batch_size / (B * processes))
+        share, batch = config.batch_size // processes, B * processes
+        accum = next((n for n in range(2, share + 1) if share % n == 0 and share // n <= B), 1)
+        if config.batch_size <= batch or config.batch_size % processes:
+            accum = 1
         print(f"{B} sequences at once on each, {sum(found.values()) / 2**30:.1f} GiB")
         for name, value in found.items():
             print(f"  {name:30s} {value / 2**30:8.2f} GiB")
-        flags = f"--batch-size {B * processes}" + " --shard-target" * sharded
+        flags = f"--batch-size {batch}" if accum == 1 else (
+            f"--batch-size {config.batch_size} --grad-accum {accum}")  # fmt: skip
+        flags += " --shard-target" * sharded
+        flags += f" --precision {config.precision}" * (config.precision != "float32")
+        flags += " --recompute" * config.recompute
         flags += " --cache-gib 0" * ("trunks of all references" not in found)
         start = f"torchrun --nproc_per_node={processes} train.py" if processes > 1 else (
             "python train.py")  # fmt: skip
-        note = f" (--batch-size {config.batch_size} would not fit)" if rounds > 1 else ""
-        print(f"  {start} --device cuda --dtype bfloat16 {flags} ...{note}")
+        print(f"  {start} --device cuda --dtype bfloat16 {flags} ...")
         figures[str(processes)] = {"fits": True, "sequences": B, "sharded": sharded,
                                    "bytes": found}  # fmt: skip
     return figures | {"config": dataclasses.asdict(config)}

@@ -9,6 +9,7 @@ from other files of the corpus.
 """
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,40 @@ from drafter_config import ARCHITECTURES
 from files import dtype_of, stage
 from measure import Measure
 from serve import generate
-from target import Target, train_toy
+from target import Target, Trunk, train_toy
+
+
+class Trunks:
+    """Prefilled references by number, as wide as the longest of those asked for. The target is
+    frozen, so if they fit they are made once and kept."""
+
+    def __init__(self, target: Target, references: References, cache_gib: float, every=None):
+        self.target, self.references, self.every, self.cache = target, references, every, None
+        if not cache_gib:
+            return
+        width = references.tokens.shape[1]
+        parts = torch.arange(len(references.lengths)).split(32)
+        if self._prefill(parts[0][:1], width).nbytes * len(references.lengths) > cache_gib * 2**30:
+            return
+        pieces = [self._prefill(part, width) for part in parts]
+        names = ("tokens", "lengths", "hidden", "taps")
+        whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+        layers = zip(*(piece.states for piece in pieces))
+        states = [{n: torch.cat([s[n] for s in same]) for n in same[0]} for same in layers]
+        self.cache = replace(pieces[0], **whole, states=states, width=width)
+
+    def _prefill(self, rows: Tensor, width: int) -> Trunk:
+        device, references = self.target.lm_head.weight.device, self.references
+        tokens, lengths = references.tokens[rows, :width], references.lengths[rows]
+        return self.target.prefill(
+            tokens.to(device), lengths.to(device), checkpoint_every=self.every
+        )
+
+    def __call__(self, rows: Tensor) -> Trunk:
+        width = int(self.references.lengths[rows].max())
+        if self.cache:
+            return self.cache.select(rows.to(self.cache.tokens.device), width)
+        return self._prefill(rows, width)
 
 
 def make_target(config, corpus: data.Corpus, folder: Path) -> dict:
@@ -131,11 +165,18 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
     return drafter
 
 
-def batch_rows(seed: int, step: int, count: int, batch_size: int) -> Tensor:
-    """Which references a step sees: epochs in a fresh order each, from (seed, step) alone."""
+def batch_rows(seed: int, step: int, lengths: Tensor, batch_size: int, bucket: int = 1) -> Tensor:
+    """Which references a step sees, by length: epochs in a fresh order each, from (seed, step)
+    alone. bucket: batches whose references are sorted together before they are dealt out."""
+    count, orders = len(lengths), {}
     places = torch.arange(step * batch_size, (step + 1) * batch_size)
-    orders = {}
     for epoch in (places // count).unique().tolist():
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
-        orders[epoch] = torch.randperm(count, generator=generator)
-    return torch.stack([orders[int(place) // count][int(place) % count] for place in places])
+        order = torch.randperm(count, generator=generator)
+        for window in order.split(bucket * batch_size) if bucket > 1 else ():  # in place
+            batches = window[lengths[window].argsort(stable=True)].split(batch_size)
+            shuffled = torch.randperm(len(batches), generator=generator).tolist()
+            window.copy_(torch.cat([batches[i] for i in shuffled]))
+        orders[epoch] = order
+    rows = torch.stack([orders[int(place) // count][int(place) % count] for place in places])
+    return rows[lengths[rows].argsort(stable=True)]

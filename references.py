@@ -172,16 +172,19 @@ def make(config: ReferencesConfig, place: str) -> dict:
     write, known = writer(config, tokenizer)
     made_with = provenance(config, None) | known
     parts_of = made_with | {"temperature": config.temperature, "part": config.part}
+    parts_of["by"] = "length"
     if lead:
         files.stage(out / "parts", parts_of, lambda: {})
     distributed.meet()
-    starts = range(0, len(prompts), config.part)
-    paths = [out / "parts" / f"{number:06d}.json" for number in range(len(starts))]
+    # of a part all prompts are about as long, so little of it is padding
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    parts = [order[start : start + config.part] for start in range(0, len(order), config.part)]
+    paths = [out / "parts" / f"{number:06d}.json" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     distributed.meet()  # all have looked before anyone writes
     mine = missing[distributed.rank() :: distributed.size()]
     for number in tqdm(mine, desc="references", unit="part", disable=not lead):
-        places = list(range(starts[number], min(starts[number] + config.part, len(prompts))))
+        places = parts[number]
         responses = write([prompts[i] for i in places], places)
         files.write_json(paths[number], {"responses": responses})
     distributed.meet()
@@ -191,6 +194,7 @@ def make(config: ReferencesConfig, place: str) -> dict:
     if len(responses) != len(prompts):
         raise ValueError(f"{out}/parts holds {len(responses)} responses to {len(prompts)} prompts: "
                          "remove it")  # fmt: skip
+    responses = [response for _, response in sorted(zip(order, responses))]
     pairs = [(p, r) for p, r in zip(prompts, responses) if r is not None]
     found = References.from_lists(*map(list, zip(*pairs)) if pairs else ([], []), tokenizer.pad_id)
     found.save(out / "references.safetensors", made_with)

@@ -25,14 +25,29 @@ from tree import at, with_room
 
 @dataclass
 class Blocks:
-    """What a drafter proposed along B texts, and what the target said of it: the R rounds of a
-    decoding (K = 1, -1 where a response had fewer), or the branches of a tree."""
+    """Blocks along B texts, and what the target said of them: the R rounds of a decoding (K = 1, -1
+    where a response had fewer), the branches of a tree, or the text itself. `step.draw` adds what
+    learning needs beyond the first four."""
 
-    trunk: Trunk  # of a decoding: tokens, lengths and taps of prompts and responses, nothing else
+    trunk: Trunk  # tokens, lengths and taps, nothing else
     anchors: Tensor  # (B, R)
     tokens: Tensor  # (B, R, K, W) what was drafted
     p_hidden: Tensor  # (B, R, K, W, C) the target's hidden that gave p_1..p_W
     weight: Tensor | None = None  # (B, R) of a block in the loss; None: all alike
+    valid: Tensor | None = None  # (B, R, K, W) positions that count
+    text: Tensor | None = None  # (B, R, 1, W) the trunk's own tokens behind the anchors
+    labelled: Tensor | None = None  # (B, R, 1, W) those that may be labels
+    # (B, R, 1, W, C) of the pass that drafted, with its graph; None: to be run
+    hidden: Tensor | None = None
+    counts: dict = field(default_factory=dict)  # of the tree: nodes, and those without merging
+
+
+def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
+    """Valid positions (…,W) of branches: up to and including the first stop token."""
+    if not stop_ids:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    stops = torch.isin(tokens, torch.tensor(stop_ids, device=tokens.device)).long()
+    return stops.cumsum(-1) - stops == 0
 
 
 @dataclass

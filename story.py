@@ -18,8 +18,7 @@ import torch
 import files
 from drafter import Drafter
 from measure import Measure, decoding_speed, gain, shown
-from prepare import prepare, start_drafter
-from target import Trunks
+from prepare import Trunks, prepare, start_drafter
 from train import FREE, MODES, TEMPERATURES, TrainConfig, train
 
 

@@ -29,7 +29,7 @@ import checkpoint
 import distributed
 import replay
 from config import FAMILIES, ModelConfig
-from data import References, load_tokenizer
+from data import load_tokenizer
 from files import exit_code, read_json, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
@@ -71,12 +71,22 @@ class Trunk:
     every: int = 0  # tokens between the recurrent states kept; 0: the one after the last token
     kept_at: int = 0  # width when the last of them was kept
 
-    def select(self, rows: Tensor) -> "Trunk":
-        """The trunk of these rows only; serving drops the rows that have finished."""
-        states = [{name: t[rows] for name, t in state.items()} for state in self.states]
-        own = {name: getattr(self, name) for name in ("tokens", "lengths", "hidden", "taps")}
-        own = {name: None if t is None else t[rows] for name, t in own.items()}
-        return replace(self, states=states, **own)
+    def select(self, rows: Tensor, width: int | None = None) -> "Trunk":
+        """The trunk of these rows only; serving drops the rows that have finished. width: none of
+        them is longer."""
+
+        def cut(held: dict, names) -> dict:
+            return {name: None if t is None else t[rows, :width] if name in names else t[rows]
+                    for name, t in held.items()}  # fmt: skip
+
+        states = [cut(state, replay.by_position(state)) for state in self.states]
+        held = {name: getattr(self, name) for name in ("tokens", "lengths", "hidden", "taps")}
+        own = cut(held, ("tokens", "hidden", "taps"))
+        return replace(self, states=states, width=width or self.width, **own)
+
+    def lean(self) -> "Trunk":
+        """Tokens and taps alone, which is what a drafter reads."""
+        return replace(self, states=[], hidden=None)
 
     @property
     def nbytes(self) -> int:
@@ -307,40 +317,6 @@ class Target(nn.Module):
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)
-
-
-class Trunks:
-    """Prefilled references by number. The target is frozen, so if they fit they are made once and
-    kept."""
-
-    def __init__(self, target: Target, references: References, cache_gib: float, every=None):
-        self.target, self.references, self.every, self.cache = target, references, every, None
-        if not cache_gib:
-            return
-        parts = torch.arange(len(references.lengths)).split(32)
-        if self._prefill(parts[0][:1]).nbytes * len(references.lengths) > cache_gib * 2**30:
-            return
-        pieces = [self._prefill(part) for part in parts]
-        names = ("tokens", "lengths", "hidden", "taps")
-        whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
-        layers = zip(*(piece.states for piece in pieces))
-        states = [{n: torch.cat([s[n] for s in same]) for n in same[0]} for same in layers]
-        width = max(piece.width for piece in pieces)
-        self.cache = replace(pieces[0], **whole, states=states, width=width)
-
-    def _prefill(self, rows: Tensor) -> Trunk:
-        device = self.target.lm_head.weight.device
-        return self.target.prefill(
-            self.references.tokens[rows].to(device), self.references.lengths[rows].to(device),
-            checkpoint_every=self.every,
-        )
-
-    def __call__(self, rows: Tensor) -> Trunk:
-        return (
-            self.cache.select(rows.to(self.cache.tokens.device))
-            if self.cache
-            else self._prefill(rows)
-        )
 
 
 def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, seed: int) -> float:

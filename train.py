@@ -7,7 +7,7 @@
     --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the
                     trunk, let the target score the tree in one pass, minimise E2E-TV on them
 
-What differs is `step_loss`, on one screen. With no arguments the whole story runs on a laptop:
+What differs is `step.draw`, on one screen. With no arguments the whole story runs on a laptop:
 train a toy target on the standard library's text, let it write references, train a drafter offline,
 then continue it in all three ways for the same number of steps from the same checkpoint, and
 measure the acceptance length (AL) by real decoding on held-out prompts. Every stage is kept in
@@ -25,26 +25,23 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 import distributed
 import files
 import loss as losses
 import resume
-from drafter import Drafter, Sampling, history
+from drafter import Drafter
 from drafter_config import ARCHITECTURES, MARKOV_HEADS
 from files import flag
 from loss import make_optimizers, set_rate, update
 from measure import Measure
-from prepare import batch_rows, prepare, start_drafter, weights_of
-from rollout import Blocks, collect
-from target import TOYS, Trunk, Trunks
-from tree import at, build_tree, draw_anchors
+from prepare import Trunks, prepare, start_drafter, weights_of
+from step import Step, compile_parts, gradient, hardness, heat, next_batch
+from target import TOYS
 
 MODES = ("ce", "e2e", "specopd", "rollout")
 TEMPERATURES = (0.0, 1.0)
@@ -86,6 +83,10 @@ class TrainConfig:
     ways: tuple = flag(MODES[:3], "story: which ways to go on from there")
     steps: int = flag(250, "training steps (story: of each way)", low=1)
     batch_size: int = flag(8, "references per step", low=1)
+    grad_accum: int = flag(1, "parts of a process's share of the batch, one at a time in memory; "
+                              "the gradient is the same", low=1)  # fmt: skip
+    bucket: int = flag(1, "sort the references of so many batches by length, so that one batch "
+                          "holds similar ones; 1: as they come", low=1)  # fmt: skip
     num_anchors: int = flag(16, "A, anchors per reference", low=1)
     num_branches: int = flag(2, "K, branches per anchor (specopd)", low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
@@ -112,6 +113,11 @@ class TrainConfig:
     warmup: int = flag(20, "steps of linear warm-up")
     cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
     clip: float = flag(1.0, "largest gradient norm", low=0)
+    precision: str = flag("float32", "the drafter's arithmetic; its weights stay float32",
+                          choices=("float32", "bfloat16"))  # fmt: skip
+    recompute: bool = flag(False, "run the drafter's layers again in the backward pass instead of "
+                           "keeping what they computed")  # fmt: skip
+    compile: bool = flag(False, "torch.compile for the drafter's layers and the target's MLPs")
     cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
     checkpoint_every: int = flag(0, "tokens between recurrent states kept; 0: see target.py", low=0)
     # measuring and keeping
@@ -154,168 +160,19 @@ class TrainConfig:
 # flags that may differ when a run is resumed: they change where and how it runs, what is kept and
 # measured, which steps are left out; not what a step learns
 FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
-    keep spike max_skipped shard_target plan gpu_gib""".split()
+    keep spike max_skipped shard_target plan gpu_gib grad_accum recompute compile""".split()
 
 SMOKE = dict(
     out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
     prompt_length=32, response_length=48, warm_steps=40, steps=10, num_anchors=8, eval_every=10,
     eval_prompts=8, eval_tokens=24, draft_layers=1)  # fmt: skip
 
-# ----------------------------------------------------------------------------------------- one step
-
-
-def until_stop(tokens: Tensor, stop_ids: tuple) -> Tensor:
-    """Valid positions (…,W) of branches: up to and including the first stop token."""
-    if not stop_ids:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    stops = torch.isin(tokens, torch.tensor(stop_ids, device=tokens.device)).long()
-    return stops.cumsum(-1) - stops == 0
-
-
-def step_loss(
-    config: TrainConfig, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor,
-    weight: Tensor | None, stop_ids, blocks: Blocks | None = None,
-) -> tuple[Tensor, dict, Blocks | None]:  # fmt: skip
-    """The loss of one batch of references, figures, and the branches it drew; or the loss on blocks
-    that were drawn before (`blocks`, whose trunk and anchors are given).
-    anchors, weight (B,A), uniforms (B,A,K,W)."""
-    target, (B, A) = drafter.target, anchors.shape
-    W = drafter.config.num_draft_tokens
-    present = (anchors >= 0)[..., None, None]
-    steps = torch.arange(1, W + 1, device=anchors.device)
-    ahead = anchors.clamp(min=0)[..., None] + steps  # (B, A, W) positions a+1..a+W of the reference
-    inside = (ahead < trunk.lengths[:, None, None])[:, :, None] & present  # (B, A, 1, W)
-    ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1)
-    reference = trunk.tokens.gather(1, ahead.flatten(1)).view(B, A, 1, W)
-    inside = inside & until_stop(reference, stop_ids)
-    labelled = inside & drafter.proposable(reference)  # p may draw what q never holds
-    if config.mode == "specopd" and blocks is None:
-        sampling = Sampling(config.branch_temperature)
-        proposal = drafter.propose(
-            trunk, anchors, config.num_branches, sampling, uniforms, num_greedy=config.num_greedy
-        )
-        hidden, tokens = proposal.hidden, proposal.tokens
-        valid = until_stop(tokens, stop_ids) & present  # (B, A, K, W)
-        tree = build_tree(
-            trunk.tokens, trunk.lengths, anchors, torch.where(valid, tokens, -1), config.merge
-        )
-        p_hidden = target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
-        blocks = Blocks(trunk, anchors, tokens, p_hidden, weight)
-        nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
-    else:
-        hidden = drafter.block(trunk, anchors)[:, :, None]  # (B, A, 1, W, C)
-        nodes = unmerged = anchors.new_zeros(())
-        if blocks:
-            tokens, p_hidden = blocks.tokens, blocks.p_hidden
-            valid = until_stop(tokens, stop_ids) & present
-        else:  # p_k from a+k-1
-            tokens, valid = reference, labelled if config.mode == "ce" else inside
-            p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
-    first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
-    alone = {"always": True, "online": config.mode != "ce"}.get(config.detach_confidence, False)
-
-    def loss_of(terms, tokens, valid, p_hidden, head=drafter.logits):
-        q_rows, p_rows, before_rows, token_rows, valid_rows = (
-            t.flatten(0, 1) for t in (hidden, p_hidden, history(first, tokens), tokens, valid)
-        )
-        return losses.chunked(
-            terms, q_rows, head, valid_rows, p_hidden=p_rows, p_head=target.head,
-            before=before_rows, tokens=token_rows, temperature=heat(config), decay=config.ce_decay,
-            weight=None if weight is None else weight.flatten(),
-            confidence=partial(drafter.confidence, detached=alone), total=distributed.total,
-        )  # fmt: skip
-
-    sure = {"confidence": config.confidence_weight if drafter.says_confidence else 0.0}
-    if config.mode != "ce":
-        value, figures = loss_of({config.loss: 1.0} | sure, tokens, valid, p_hidden)
-        if config.ce_weight:
-            labels = reference, labelled, p_hidden[:, :, :1]
-            value = value + config.ce_weight * loss_of("ce", *labels)[0]
-    else:
-        mix = losses.DSPARK_MIX if drafter.config.kind == "dspark" else {"ce": 1.0}
-        value, figures = loss_of(mix | sure, tokens, valid, p_hidden)
-        if drafter.config.kind == "dflash2":  # the base by itself, so that the best k are good
-            def base(hidden, before, labels):
-                return drafter.finished(drafter.unary(hidden))
-
-            value = value + loss_of("ce", tokens, valid, p_hidden, base)[0]
-            figures["coverage"] = drafter.coverage(hidden[0], reference[0], labelled[0])
-    figures |= {"supervised": valid.sum(), "nodes": nodes, "unmerged": unmerged}
-    return value, figures, blocks
-
-
-def heat(config: TrainConfig) -> float:
-    """The temperature of p and q in the loss."""
-    return config.loss_temperature or config.branch_temperature or 1.0
-
-
-class Step(nn.Module):
-    """`step_loss` as a module, which is what gradients are shared through."""
-
-    def __init__(self, config: TrainConfig, drafter: Drafter):
-        super().__init__()
-        self.config, self.drafter = config, drafter
-
-    def forward(self, *batch):
-        return step_loss(self.config, self.drafter, *batch)
-
-
 # ----------------------------------------------------------------------------------------- the loop
-
-
-def decode(config, drafter, references, rows, step: int, stop_ids) -> Blocks:
-    """The responses of the current drafter to the prompts of these references."""
-    prompts = [
-        references.tokens[row, : references.prompt_lengths[row]].tolist() for row in rows.tolist()
-    ]
-    return collect(
-        drafter.target, drafter, prompts, config.response_length, config.branch_temperature,
-        config.seed * 1_000_003 + step, stop_ids, rows.tolist(),
-    )  # fmt: skip
-
-
-def next_batch(config, drafter, trunks: Trunks, step, stop_ids, blocks=None, hard=None) -> tuple:
-    """What `step_loss` is given at a step: this process's references with their anchors and
-    uniforms, or the blocks that a step drew before, while --reuse says so. hard: see
-    `draw_anchors`."""
-    references, device = trunks.references, drafter.fc.weight.device
-    rows = batch_rows(config.seed, step, len(references.lengths), config.batch_size)
-    rows = distributed.own(rows)
-    if blocks is None or step % config.reuse == 0:
-        blocks = None
-        if config.mode == "rollout":
-            blocks = decode(config, drafter, references, rows, step, stop_ids)
-    if blocks:
-        return blocks.trunk, blocks.anchors, None, blocks.weight, stop_ids, blocks
-    shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
-    spans = references.prompt_lengths[rows], references.lengths[rows]
-    chances = None if hard is None else hard[rows]
-    drawn = draw_anchors(config.seed, step, rows, *spans, shape, chances)
-    return trunks(rows), *(None if t is None else t.to(device) for t in drawn), stop_ids, None
-
-
-@torch.no_grad()
-def hardness(drafter: Drafter, trunks: Trunks, temperature: float) -> Tensor:
-    """How often the drafter's first draft would be rejected at each position of the references, no
-    less than half the mean: (R, T) on the host, as `draw_anchors` wants its chances."""
-    references, found = trunks.references, []
-    (R, T), V = references.tokens.shape, drafter.config.layers.vocab_size
-    for rows in torch.arange(R).split(max(1, losses.CHUNK_ELEMENTS // (T * V))):
-        trunk = trunks(rows)
-        anchors = torch.arange(trunk.tokens.shape[1], device=trunk.tokens.device)
-        hidden = drafter.block(trunk, anchors.expand(len(rows), -1))[:, :, :1]  # (B, T, 1, C)
-        logits = drafter.logits(hidden, trunk.tokens[..., None])[:, :, 0]  # (B, T, V)
-        p, q = ((one.float() / temperature).softmax(-1)
-                for one in (drafter.target.head(trunk.hidden), logits))  # fmt: skip
-        missed = 1 - losses.acceptance(p, q)
-        found.append(nn.functional.pad(missed, (0, T - missed.shape[1])).cpu())
-    found = torch.cat(found)
-    return (found + found.mean()) / 2
 
 
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
-    target, blocks = drafter.target, None
+    target, parts = drafter.target, None
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
@@ -323,6 +180,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     same["the target"] = weights_of(target)
     lead, silent = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
     share = distributed.shared(Step(config, drafter), silent)
+    if config.compile:
+        compile_parts(drafter)
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     totals |= {"best": {}, "health": {}}
@@ -358,16 +217,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         for step in bar:
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
-            batch = next_batch(config, drafter, trunks, step, measure.stop_ids, blocks, hard)
-            if config.shard_target:
-                distributed.meet()
-            value, figures, blocks = share(*batch)
-            (value * distributed.size()).backward()  # sharing averages, the shares are to be summed
+            if parts is None or step % config.reuse == 0:
+                parts = next_batch(config, drafter, trunks, step, measure.stop_ids, hard)
+            record = {"step": step + 1}
+            record |= gradient(config, share, drafter, parts, lambda: terminated.asked)
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip).item()
-            counts = ("supervised", "nodes", "unmerged")
-            mine = [value.detach(), *(figures.pop(name) for name in counts)]
-            mine = torch.stack([x.double() for x in (*mine, value.new_tensor(terminated.asked))])
-            value, *found, asked = distributed.total(mine).tolist()  # one message for all of them
+            value, asked = record["loss"], record.pop("asked")
             if resume.sound(value, norm, totals["health"], config.spike):
                 update(optimizers)
             else:
@@ -379,11 +234,9 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                                  f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
                                  f"--out from --drafter {out}/sound, with a lower --lr and "
                                  "--matrix-lr")  # fmt: skip
-            record = {"step": step + 1, "loss": value, "grad_norm": norm}
-            record |= dict(zip(counts, map(int, found)))
-            record |= {k: v.tolist() for k, v in figures.items()}
+            record["grad_norm"] = norm
             totals["seconds"] += time.perf_counter() - begin
-            for key in counts:
+            for key in ("supervised", "nodes", "unmerged"):
                 totals[key] += record[key]
             if lead and ((step + 1) % config.eval_every == 0 or step + 1 == config.steps):
                 als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
@@ -395,7 +248,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             log.flush()
             speed = totals["supervised"] / totals["seconds"]
             shown = {k.replace("al_t", "AL@"): f"{v:.2f}" for k, v in als.items()}
-            bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
+            bar.set_postfix({"loss": f"{value:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
             asked = asked and (step + 1) % config.reuse == 0  # branches at hand are used first
             if (step + 1) % config.save_every == 0 or step + 1 == end or asked:
                 save(step + 1)
@@ -419,8 +272,9 @@ def main():
 
         return plan(config)
     config = replace(config, device=distributed.start(config.device))
-    if config.batch_size % (size := distributed.size()):
-        raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes")
+    if config.batch_size % ((size := distributed.size()) * config.grad_accum):
+        raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes "
+                         f"times --grad-accum {config.grad_accum}")  # fmt: skip
     out = Path(config.out)
     print(json.dumps(dataclasses.asdict(config)))
     if config.mode == "story":

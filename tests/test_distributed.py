@@ -16,32 +16,35 @@ import distributed
 from data import References
 from drafter import Drafter
 from measure import Measure
+from prepare import Trunks
 from serve import generate
-from target import Target, Trunks
-from train import MODES, Step, next_batch
+from step import Step, gradient, next_batch
+from target import Target
+from train import MODES
 
 CASES = [(arch, mode, "dflash") for arch in ARCHS for mode in MODES]
 CASES += [("gqa", mode, kind) for mode in ("ce", "specopd") for kind in ("dspark rnn", "dflash2")]
 
 
 def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
-    """Of one step on a batch of four references, this process's share of it."""
+    """Of one step on a batch of four references, this process's share of it; of two processes each
+    works on one reference at a time."""
     target = target or small_target(arch=arch)
     prompts = torch.randint(0, 20, (6, 6), generator=torch.Generator().manual_seed(0)).tolist()
     texts = [r.tokens for r in generate(target, None, prompts, 16, 1.0, 0, STOP)]
     references = References.from_lists(prompts, texts, 0)
     drafter = small_drafter(target, **DRAFTERS[variant])
-    config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1)
+    config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1,
+                                 grad_accum=2 if distributed.size() == 2 else 1)  # fmt: skip
     if distributed.rank() == 0:  # only one measures; the others must not be in its way
         Measure([[1, 2, 3]], 8, STOP, 0)(target, drafter, 1.0)
-    batch = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
     share = distributed.shared(Step(config, drafter))
-    value, figures, _ = share(*batch)
-    (value * distributed.size()).backward()
+    parts = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
+    assert len(parts) == config.grad_accum
+    figures = gradient(config, share, drafter, parts)
     found = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
-    figures["supervised"] = distributed.total(figures["supervised"])
-    kept = {n: figures[n].double() for n in ("supervised", "alpha", "survival") if n in figures}
-    return found | {"loss": distributed.total(value.detach())} | kept
+    kept = ("loss", "supervised", "alpha", "survival", "nodes", "unmerged")
+    return found | {n: torch.tensor(figures[n]).double() for n in kept if n in figures}
 
 
 def worker(number: int, size: int, port: int, out: str) -> None:

@@ -160,20 +160,18 @@ def test_a_global_batch_in_parts_gives_the_gradient_of_the_whole():
     q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
     for name in losses.LOSSES:
 
-        def run(part, total, name=name):
+        def run(part, totals=None, name=name):
             value, _ = losses.chunked(
-                name, q_hidden[part], head_of(q_head), mask[part], total=total,
+                name, q_hidden[part], head_of(q_head), mask[part], totals=totals,
                 p_hidden=p_hidden[part], p_head=p_head, tokens=tokens[part],
             )  # fmt: skip
             return value
 
-        def total(x, name=name):  # of both parts; the figures are not looked at
-            return losses.denominator(name, mask) if x.dim() == 0 else x
-
-        (whole,) = torch.autograd.grad(run(slice(None), lambda x: x), q_hidden)
-        (parts,) = torch.autograd.grad(
-            run(slice(0, 3), total) + run(slice(3, None), total), q_hidden
-        )
+        totals = {name: losses.denominator(name, mask)}
+        shares = run(slice(0, 3), totals), run(slice(3, None), totals)
+        torch.testing.assert_close(sum(shares), run(slice(None)))
+        (whole,) = torch.autograd.grad(run(slice(None)), q_hidden)
+        (parts,) = torch.autograd.grad(sum(shares), q_hidden)
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
 
 
@@ -186,7 +184,7 @@ def test_positions_behind_the_mask_and_empty_branches_add_nothing():
     assert losses.expected_acceptance_length(p, q, mask)[1] == 1
 
 
-def test_figures_are_means_over_valid_positions():
+def test_figures_are_sums_over_valid_positions():
     q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(1)
     _, figures = losses.chunked(
         "tv", q_hidden, head_of(q_head), mask, p_hidden=p_hidden, p_head=p_head, rows=2
@@ -194,7 +192,8 @@ def test_figures_are_means_over_valid_positions():
     alpha = losses.acceptance(
         p_head(p_hidden).softmax(-1), q_head(q_hidden).softmax(-1).expand(7, 3, 4, 13)
     )
-    torch.testing.assert_close(figures["alpha"][3], alpha[..., 3][mask[..., 3]].mean())
+    mean = figures["alpha"][3] / figures["positions"][3]
+    torch.testing.assert_close(mean, alpha[..., 3][mask[..., 3]].mean())
 
 
 def test_a_sum_of_terms_is_their_sum_and_a_term_of_weight_zero_needs_no_tensors():

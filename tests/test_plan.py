@@ -10,8 +10,9 @@ from test_train import CONFIG, STOP, one_batch, setup
 
 import plan
 from loss import make_optimizers, update
+from step import draw, step_loss
 from target import Target
-from train import TrainConfig, step_loss
+from train import TrainConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,7 +34,8 @@ def test_the_optimizers_remember_what_is_planned(variant):
     target, references = setup()
     drafter = small_drafter(target, **DRAFTERS[variant])
     optimizers = make_optimizers(drafter, CONFIG.matrix_lr, CONFIG.lr)
-    step_loss(CONFIG, drafter, *one_batch(target, references), STOP)[0].backward()
+    part = draw(CONFIG, drafter, *one_batch(target, references), STOP)
+    step_loss(CONFIG, drafter, part)[0].backward()
     update(optimizers)
     states = [s for o in optimizers for s in o.state.values()]
     held = sum(t.nbytes for s in states for t in s.values() if t.dim())

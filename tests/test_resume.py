@@ -17,10 +17,11 @@ from test_train import CONFIG, STOP, setup
 
 import files
 import resume
+import step as steps
 import train as training
 from drafter import Drafter
 from measure import Measure
-from target import Trunks
+from prepare import Trunks
 
 
 def test_the_last_few_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path, capsys):
@@ -104,16 +105,16 @@ def test_damaged_checkpoints_step_aside(tmp_path):
 
 @pytest.mark.parametrize("bad", [{2}, {1, 2, 3, 4}])
 def test_a_step_that_is_not_finite_changes_nothing_and_many_end_the_run(tmp_path, monkeypatch, bad):
-    honest, weights = training.step_loss, []
+    honest, weights = steps.step_loss, []
     target, references = setup()
     drafter = small_drafter(target)
 
     def broken(*args):
         weights.append(drafter.fc.weight.clone())
-        value, figures, blocks = honest(*args)
-        return value * float("nan") if len(weights) in bad else value, figures, blocks
+        value, figures = honest(*args)
+        return value * float("nan") if len(weights) in bad else value, figures
 
-    monkeypatch.setattr(training, "step_loss", broken)
+    monkeypatch.setattr(steps, "step_loss", broken)
     trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
     config = dataclasses.replace(CONFIG, max_skipped=3)
     if len(bad) > 1:

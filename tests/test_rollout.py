@@ -9,12 +9,13 @@ from conftest import ARCHS, DRAFTERS, small_drafter, small_target
 from test_train import CONFIG, STOP, run, setup
 
 import loss as losses
+import step
 import train as training
 from measure import Measure
+from prepare import Trunks
 from rollout import collect
 from serve import generate
-from target import Trunks
-from train import step_loss
+from step import draw, step_loss
 
 
 def prompts(count=5):
@@ -58,9 +59,8 @@ def test_the_loss_is_e2e_tv_on_accepted_and_rejected_positions(variant):
     drafter = small_drafter(target, **DRAFTERS[variant])
     config = dataclasses.replace(CONFIG, mode="rollout", confidence_weight=0.0)
     rollout = collect(target, drafter, prompts(), 16, 1.0, 1, STOP)
-    value, figures, _ = step_loss(
-        config, drafter, rollout.trunk, rollout.anchors, None, None, STOP, rollout
-    )
+    part = draw(config, drafter, rollout.trunk, rollout.anchors, None, None, STOP, rollout)
+    value, figures = step_loss(config, drafter, part)
     p_all, q_all, valid_all = [], [], []
     for b, r in (rollout.anchors >= 0).nonzero().tolist():
         anchor, drafts = int(rollout.anchors[b, r]), rollout.tokens[b, r, 0]
@@ -86,11 +86,10 @@ def test_responses_of_one_token_leave_nothing_to_learn_and_no_error():
     first = {r.tokens[0] for r in generate(target, None, prompts(), 1)}
     rollout = collect(target, drafter, prompts(), 16, 0.0, 1, tuple(first))
     config = dataclasses.replace(CONFIG, mode="rollout")
-    value, figures, _ = step_loss(
-        config, drafter, rollout.trunk, rollout.anchors, None, None, tuple(first), rollout
-    )
+    given = rollout.trunk, rollout.anchors, None, None, tuple(first), rollout
+    value, figures = step_loss(config, drafter, draw(config, drafter, *given))
     value.backward()
-    assert figures["supervised"] == 0 and value == 1
+    assert figures["supervised"] == 0 and value == 0
     assert all(p.grad.abs().sum() == 0 for p in drafter.parameters())
 
 
@@ -103,7 +102,7 @@ def test_rollouts_resume_bit_for_bit(tmp_path):
 
 def test_several_updates_on_one_decoding(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(training, "collect", lambda *a: calls.append(1) or collect(*a))
+    monkeypatch.setattr(step, "collect", lambda *a: calls.append(1) or collect(*a))
     target, references = setup()
     config = dataclasses.replace(CONFIG, mode="rollout", reuse=2, save_every=2)
     trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
