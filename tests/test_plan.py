@@ -85,6 +85,21 @@ def test_the_real_sizes_by_hand():
     assert plan.chosen(target, drafter, config, 8)[1]
 
 
+def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
+    config = TrainConfig(mode="specopd", target="8B", draft_layers=5, num_anchors=64, plan=True,
+                         response_length=1536, batch_size=64, precision="bfloat16")  # fmt: skip
+    figures = plan.plan(config)
+    said, B = capsys.readouterr().out, figures["1"]["sequences"]
+    assert B < 64 and f"--batch-size 64 --grad-accum {64 // B} --precision bfloat16" in said
+    waiting = (64 - B) * 2 * 4096 * (5 * (64 + 1536) + 64 * 2 * 7)
+    assert figures["1"]["bytes"]["blocks of the other parts"] == waiting
+    assert "blocks of the other parts" not in figures["8"]["bytes"]  # 8 each, at once
+    blocks = figures["1"]["bytes"]["~ drafter: blocks"]
+    again = plan.plan(dataclasses.replace(config, recompute=True))["1"]
+    assert again["sequences"] >= B and "--recompute" in capsys.readouterr().out
+    assert again["bytes"]["~ drafter: blocks"] / again["sequences"] < 0.6 * blocks / B
+
+
 def test_a_target_that_fits_is_left_whole(capsys):
     figures = plan.plan(TrainConfig(mode="specopd", target="8B", plan=True))
     assert figures["8"]["fits"] and not figures["8"]["sharded"] and not figures["1"]["sharded"]

@@ -54,6 +54,33 @@ def test_parts_are_what_is_written_in_one_go_and_are_not_written_twice(folders, 
         make(dataclasses.replace(config, seed=1), "cpu")
 
 
+def test_prompts_of_one_length_are_written_together_and_kept_in_their_order(folders, tmp_path):
+    corpus = tmp_path / "prompts.jsonl"  # half of the lines are held out
+    corpus.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in range(20, 0, -1)))
+    changes = dict(corpus=str(corpus), prompt_length=44)
+    config = config_for(folders, tmp_path, **changes)
+    lengths, honest = [], references.generate
+
+    def watched(*args, **how):
+        lengths.append([len(prompt) for prompt in args[2]])
+        return honest(*args, **how)
+
+    references.generate = watched
+    try:
+        make(config, "cpu")
+    finally:
+        references.generate = honest
+    flat = [n for part in lengths for n in part]
+    assert flat == sorted(flat) and len(set(flat)) > 4
+    target = Target.from_pretrained(folders / "target")
+    tokenizer = data.load_tokenizer(folders / "target")
+    asked = TrainConfig(**{k: v for k, v in (SMALL | changes).items() if k != "part"})
+    texts = data.load_corpus(str(corpus))
+    whole = write_references(asked, target, tokenizer, texts, tmp_path / "whole.st")
+    found = References.load(tmp_path / "r/references.safetensors")
+    assert torch.equal(found.tokens, whole.tokens) and torch.equal(found.lengths, whole.lengths)
+
+
 def test_two_processes_make_the_same_references(folders, tmp_path):
     asked = [x for k, v in SMALL.items() for x in (f"--{k.replace('_', '-')}", v)]
     asked += ["--target", folders / "target"]
