@@ -39,7 +39,11 @@ def start(place: str) -> str:
     if place.startswith("cuda"):
         place = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE)
+    try:
+        dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE)
+    except RuntimeError as error:
+        raise ValueError(f"the processes could not meet, give torchrun another --master_port: "
+                         f"{str(error).splitlines()[0]}") from None  # fmt: skip
     if rank():
         sys.stdout = open(os.devnull, "w")
     return place

@@ -34,7 +34,7 @@ def load(folder: Path) -> dict | None:
     damaged = []
     for path in paths:
         try:
-            saved = torch.load(path, weights_only=True, map_location="cpu")
+            saved = dict(torch.load(path, weights_only=True, map_location="cpu"))
         except (OSError, MemoryError):
             raise  # which says nothing about the file
         except Exception as error:  # torch raises many kinds for a damaged one

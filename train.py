@@ -188,8 +188,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     saved = resume.load(out)
     resume.agree(saved)
     if saved:
+        if absent := {"same", "totals", "drafter", "optimizers"} - set(saved):
+            raise ValueError(f"{saved['path']} is no checkpoint of a training, it has no "
+                             f"{min(absent)}: choose another --out")  # fmt: skip
         files.check_same(saved["same"], same, saved["path"])
-        start, totals = saved["step"], saved["totals"]
+        start = saved["step"]
+        totals |= saved["totals"]
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
             optimizer.load_state_dict(state)
