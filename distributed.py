@@ -30,6 +30,7 @@ from checkpoint import TABLE
 from tree import causal_view
 
 PATIENCE = datetime.timedelta(hours=2)  # the others wait while the first one measures
+JOINING = datetime.timedelta(seconds=50)  # until all have begun
 
 
 def start(place: str) -> str:
@@ -40,10 +41,13 @@ def start(place: str) -> str:
         place = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(place)
     try:
-        dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE)
+        store, number, count = next(dist.rendezvous("env://", timeout=JOINING))
     except RuntimeError as error:
-        raise ValueError(f"the processes could not meet, give torchrun another --master_port: "
-                         f"{str(error).splitlines()[0]}") from None  # fmt: skip
+        raise ValueError("the processes did not meet (a port in use, or fewer of them than "
+                         f"WORLD_SIZE): {str(error).splitlines()[0]:.200}") from None  # fmt: skip
+    store.set_timeout(PATIENCE)
+    dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE,
+                            store=store, rank=number, world_size=count)  # fmt: skip
     if rank():
         sys.stdout = open(os.devnull, "w")
     return place

@@ -183,6 +183,7 @@ def exit_code(main) -> int:
     """Run main(); anything a user can cause ends in one line and exit code 2."""
     try:
         main()
+        sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
@@ -194,6 +195,10 @@ def exit_code(main) -> int:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise
         print(f"error: another process failed: {str(error).splitlines()[0]:.120}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has seen enough: nothing is to be flushed when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: nobody reads what is printed any more", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
         if os.environ.get("SPECOPD_TRACEBACK"):

@@ -15,8 +15,9 @@ import time
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_distributed import command, train
+from test_distributed import command, free_port, train
 
 import files
 import train as training
@@ -203,6 +204,30 @@ def test_a_port_in_use_is_said(folders, tmp_path):
         done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60,
                               env=os.environ | ranks)  # fmt: skip
     assert done.returncode == 2 and "in use" in done.stderr.strip().splitlines()[-1], done.stderr
+
+
+ALONE = """
+import datetime, sys, distributed, files
+distributed.JOINING = datetime.timedelta(seconds=2)
+sys.exit(files.exit_code(lambda: distributed.start("cpu")))
+"""
+
+
+def test_fewer_processes_than_were_promised_do_not_wait_for_ever():
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port())}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, env=os.environ | ranks)  # fmt: skip
+    assert done.returncode == 2 and "fewer of them than WORLD_SIZE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_reads_is_one_line():
+    plan = [sys.executable, ROOT / "train.py", "--plan", "--mode", "specopd", "--target", "8B"]
+    process = subprocess.Popen(plan, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # as `| head` does
+    said = process.stderr.read()
+    assert process.wait(60) == 2 and len(said.strip().splitlines()) == 1 and "nobody" in said
 
 
 def test_a_process_that_dies_ends_the_others_within_a_minute(folders, tmp_path):
