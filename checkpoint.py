@@ -36,7 +36,10 @@ WHOLE = (slice(None),)
 def save_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
     metadata = {"format": "pt"} | {k: json.dumps(v) for k, v in (metadata or {}).items()}
     with atomic(path) as temporary:
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata)
+        try:
+            save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary, metadata)
+        except SafetensorError as error:  # how a full disk is said
+            raise OSError(f"{path} could not be written: {error}") from None
 
 
 def open_tensors(path):

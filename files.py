@@ -72,6 +72,8 @@ def stage(folder: Path, wanted: dict, make) -> dict:
     done = folder / "stage.json"
     if done.is_file():
         found = read_json(done)
+        if not {"made_with", "result"} <= set(found):
+            raise ValueError(f"{done} does not say what was made: remove it")
         check_same(found["made_with"], wanted, folder)
         print(f"{folder} is there, kept")
         return found["result"]

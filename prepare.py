@@ -173,10 +173,13 @@ def batch_rows(seed: int, step: int, lengths: Tensor, batch_size: int, bucket: i
     for epoch in (places // count).unique().tolist():
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
         order = torch.randperm(count, generator=generator)
-        for window in order.split(bucket * batch_size) if bucket > 1 else ():  # in place
-            batches = window[lengths[window].argsort(stable=True)].split(batch_size)
-            shuffled = torch.randperm(len(batches), generator=generator).tolist()
-            window.copy_(torch.cat([batches[i] for i in shuffled]))
+        # in place, and whole batches only: where steps begin in this epoch, to where the last ends
+        begin = -epoch * count % batch_size
+        whole = order[begin : begin + max(0, count - begin) // batch_size * batch_size]
+        for window in whole.split(bucket * batch_size) if bucket > 1 else ():
+            batches = window[lengths[window].argsort(stable=True)].view(-1, batch_size)
+            shuffled = torch.randperm(len(batches), generator=generator)
+            window.copy_(batches[shuffled].flatten())
         orders[epoch] = order
     rows = torch.stack([orders[int(place) // count][int(place) % count] for place in places])
     return rows[lengths[rows].argsort(stable=True)]

@@ -122,7 +122,7 @@ class Server:
                     return None
             ids = [int(i) for i in ids]
             last = choice.get("stop_reason", choice.get("matched_stop"))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"--api {self.url}: an answer without {error}: "
                              f"{json.dumps(answer):.120}") from None  # fmt: skip
         if any(not 0 <= i < tokenizer.num_tokens for i in ids):
@@ -190,7 +190,7 @@ def make(config: ReferencesConfig, place: str) -> dict:
     distributed.meet()
     if not lead:
         return {}
-    responses = [one for path in paths for one in files.read_json(path)["responses"]]
+    responses = [one for path in paths for one in files.read_json(path).get("responses", [])]
     if len(responses) != len(prompts):
         raise ValueError(f"{out}/parts holds {len(responses)} responses to {len(prompts)} prompts: "
                          "remove it")  # fmt: skip

@@ -186,11 +186,11 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
     totals |= {"best": {}, "health": {}}
     saved = resume.load(out)
+    if saved and (absent := {"step", "same", "totals", "drafter", "optimizers"} - set(saved)):
+        raise ValueError(f"{saved['path']} is no checkpoint of a training, it has no "
+                         f"{min(absent)}: choose another --out")  # fmt: skip
     resume.agree(saved)
     if saved:
-        if absent := {"same", "totals", "drafter", "optimizers"} - set(saved):
-            raise ValueError(f"{saved['path']} is no checkpoint of a training, it has no "
-                             f"{min(absent)}: choose another --out")  # fmt: skip
         files.check_same(saved["same"], same, saved["path"])
         start = saved["step"]
         totals |= saved["totals"]
@@ -222,6 +222,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             begin = time.perf_counter()
             set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
             if parts is None or step % config.reuse == 0:
+                parts = None  # nothing of the last ones lies beside the new ones
                 parts = next_batch(config, drafter, trunks, step, measure.stop_ids, hard)
             record = {"step": step + 1}
             record |= gradient(config, share, drafter, parts, lambda: terminated.asked)
@@ -257,6 +258,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             if (step + 1) % config.save_every == 0 or step + 1 == end or asked:
                 save(step + 1)
             if asked and step + 1 < end:
+                distributed.meet()  # one may still be measuring, and save after that
                 raise files.Stopped(f"asked to end: step {step + 1} of {config.steps} is saved in "
                                      f"{out}, the same command goes on")  # fmt: skip
     if lead and end == config.steps and not (out / "summary.json").is_file():
@@ -264,6 +266,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
         als = {key: value for key, value in last.items() if key.startswith("al_")}
         files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
+    distributed.meet()
     if terminated.asked:  # during the last step: it is done, what may come after it is not wanted
         raise files.Stopped(f"asked to end: {out} is done")
     return totals

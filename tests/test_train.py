@@ -171,6 +171,9 @@ def test_batches_of_a_bucket_hold_texts_of_similar_length():
     longest = [[LENGTHS[batch_rows(3, step, LENGTHS, 4, bucket)].max() for step in range(3)]
                for bucket in (1, 3)]  # fmt: skip
     assert sorted(longest[1]) == [12, 31, 52] and sum(longest[0]) > sum(longest[1])
+    # of 11 in batches of 4, later epochs begin within a batch: each still holds every one once
+    seen = torch.cat([batch_rows(3, step, LENGTHS[:11], 4, 3) for step in range(11)]).tolist()
+    assert sorted(seen) == sorted([*range(11)] * 4)
 
 
 def test_matrices_go_to_muon_and_the_rest_to_adamw():
