@@ -409,11 +409,11 @@ class DFlash2(Sequential):
 
 
     @torch.no_grad()
-    def coverage(self, hidden, labels, valid) -> tuple[Tensor, Tensor]:
-        """How many labels (…,W) are among their slot's candidates, and how many there are."""
+    def coverage(self, hidden, labels, valid) -> Tensor:
+        """The share of labels (…,W) that are among their slot's candidates."""
         ids = self.unary(hidden).topk(self.config.selector_top_k, -1).indices
         there = (ids == labels[..., None]).any(-1) & valid
-        return there.sum(), valid.sum()
+        return there.sum() / valid.sum().clamp(min=1)
 
 
 def drafter_class(config: DrafterConfig) -> type:

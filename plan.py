@@ -202,9 +202,8 @@ def plan(config) -> dict:
             continue
         B, sharded, found = best
         share, batch = config.batch_size // processes, B * processes
-        accum = next((n for n in range(2, share + 1) if share % n == 0 and share // n <= B), 1)
-        if config.batch_size <= batch or config.batch_size % processes:
-            accum = 1
+        ways = range(1, share + 1) if config.batch_size % processes == 0 else ()
+        accum = next((n for n in ways if share % n == 0 and share // n <= B), 1)
         print(f"{B} sequences at once on each, {sum(found.values()) / 2**30:.1f} GiB")
         for name, value in found.items():
             print(f"  {name:30s} {value / 2**30:8.2f} GiB")

@@ -171,8 +171,7 @@ def make(config: ReferencesConfig, place: str) -> dict:
                                 config.prompt_length, config.seed)  # fmt: skip
     write, known = writer(config, tokenizer)
     made_with = provenance(config, None) | known
-    parts_of = made_with | {"temperature": config.temperature, "part": config.part}
-    parts_of["by"] = "length"
+    parts_of = made_with | {"temperature": config.temperature, "part": config.part, "by": "length"}
     if lead:
         files.stage(out / "parts", parts_of, lambda: {})
     distributed.meet()

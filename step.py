@@ -45,8 +45,8 @@ def draw(
     config, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor | None,
     weight: Tensor | None, stop_ids, rollout: Blocks | None = None,
 ) -> Blocks:  # fmt: skip
-    """What is supervised at anchors, weight (B,A), -1 = absent; uniforms (B,A,K,W) draw branches.
-    A rollout's blocks are there already."""
+    """What is supervised at anchors (B,A), -1 = absent, of weight (B,A) in the loss; uniforms
+    (B,A,K,W) draw the branches. A rollout's blocks are there already."""
     W, (B, A) = drafter.config.num_draft_tokens, anchors.shape
     present = (anchors >= 0)[..., None, None]
     steps = torch.arange(1, W + 1, device=anchors.device)
@@ -112,7 +112,7 @@ def divisors(config, drafter: Drafter, parts: list[Blocks]) -> tuple[dict, dict]
 def step_loss(config, drafter: Drafter, part: Blocks, divisor=None) -> tuple[Tensor, dict]:
     """A part's share of the loss, and figures that are summed over parts and processes, too.
     divisor: `divisors` of the whole batch; by default this part is all of it."""
-    trunk, hidden = part.trunk, part.hidden
+    trunk, hidden, terms = part.trunk, part.hidden, terms_of(config, drafter)
     if hidden is None:
         with arithmetic(config):
             hidden = drafter.block(trunk, part.anchors)[:, :, None]  # (B, A, 1, W, C)
@@ -135,14 +135,14 @@ def step_loss(config, drafter: Drafter, part: Blocks, divisor=None) -> tuple[Ten
     def base(hidden, before, labels):
         return drafter.finished(drafter.unary(hidden))
 
-    terms = terms_of(config, drafter)
     value, figures = loss_of(0, part.tokens, part.valid, part.p_hidden, drafter.logits)
     if terms[1]["ce"]:
         head = base if config.mode == "ce" else drafter.logits
         value = value + loss_of(1, part.text, part.labelled, None, head)[0]
     if config.mode == "ce" and drafter.config.kind == "dflash2":  # of one reference
-        candidates, labels = drafter.coverage(hidden[0], part.text[0], part.labelled[0])
-        figures |= {"candidates": candidates, "labels": labels}
+        labels = part.labelled[0].sum()
+        share = drafter.coverage(hidden[0], part.text[0], part.labelled[0])
+        figures |= {"candidates": share * labels, "labels": labels}
     figures |= part.counts | {"supervised": part.valid.sum()}
     slots = trunk.tokens.numel()
     return value, figures | {"slots": slots, "padding": slots - trunk.lengths.sum()}
@@ -182,8 +182,8 @@ class Step(nn.Module):
 
 
 def gradient(config, share: nn.Module, drafter: Drafter, parts, asked=lambda: False) -> dict:
-    """Leave the whole batch's gradient in the drafter -> figures of all parts and processes, in one
-    message: plain numbers. share: a `Step`, as `distributed.shared` gives it; asked(): whether this
+    """Leave the whole batch's gradient in the drafter -> figures of all parts and processes, as
+    plain numbers. share: a `Step`, as `distributed.shared` gives it; asked(): whether this
     process was asked to end, for all to know."""
     sums, size = {}, distributed.size()
     divisor = divisors(config, drafter, parts)  # from here on no process needs the target's layers

@@ -158,7 +158,7 @@ class TrainConfig:
 
 
 # flags that may differ when a run is resumed: they change where and how it runs, what is kept and
-# measured, which steps are left out; not what a step learns
+# measured, which steps are left out; not, but for rounding, what a step learns
 FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
     keep spike max_skipped shard_target plan gpu_gib grad_accum recompute compile""".split()
 
@@ -178,8 +178,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     # what the flags name may have changed since
     same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
     same["the target"] = weights_of(target)
-    lead, silent = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
-    share = distributed.shared(Step(config, drafter), silent)
+    lead, unused = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
+    share = distributed.shared(Step(config, drafter), unused)
     if config.compile:
         compile_parts(drafter)
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
