@@ -315,8 +315,7 @@ class Drafter(nn.Module):
         folder = Path(folder)
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source))
-        names = {name.removeprefix("model.") for name in tensor_files(folder)}
-        config = replace(config, own_vocabulary="embed_tokens.weight" in names)
+        config = config.beside(tensor_files(folder))
         with torch.device("meta"):
             drafter = drafter_class(config)(config, target)
         load_weights(drafter, folder, target.lm_head.weight.device, dtype, flat)

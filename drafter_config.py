@@ -69,6 +69,11 @@ class DrafterConfig:
         anchor counts; those of the others predict their own."""
         return self.block_size - (self.kind != "dspark")
 
+    def beside(self, tensors) -> "DrafterConfig":
+        """What the names of the tensors say beside it."""
+        own = any(name.removeprefix("model.") == "embed_tokens.weight" for name in tensors)
+        return replace(self, own_vocabulary=own)
+
     def window(self, layer: int) -> int:
         """How far back a layer's slots see, 0: all of the context."""
         slides = self.layer_types and self.layer_types[layer] == "sliding_attention"

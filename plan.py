@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 import replay
+from checkpoint import tensor_files
 from config import ModelConfig
 from drafter import ANCHORS, Drafter, drafter_class
 from drafter_config import DrafterConfig
 from files import read_json
 from loss import CHUNK_ELEMENTS, make_optimizers
 from prepare import fresh_drafter
-from target import Target
+from target import PREFILL, Target
 
 FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
 _27B = dict(
@@ -59,9 +60,10 @@ def numbers(module, table: bool = False) -> int:
     return sum(p.numel() for n, p in named if n.endswith("ngram_embedding.weight") == table)
 
 
-def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int) -> dict[str, int]:
-    """What a trunk of T tokens holds; `size` bytes a number of the target's dtype."""
-    c, every = config, replay.spacing(config, size)
+def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int, every=None) -> dict[str, int]:
+    """What a trunk of T tokens holds; `size` bytes a number of the target's dtype, `every` tokens
+    between recurrent states."""
+    c, every = config, every or replay.spacing(config, size)
     linear = sum(c.is_linear(i) for i in range(c.num_hidden_layers))
     attention = c.num_hidden_layers - linear
     keys = c.linear_num_key_heads * c.linear_key_head_dim
@@ -73,7 +75,7 @@ def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int) -> dict[str, 
     return {
         "keys and values": T * attention * size * (2 * c.num_key_value_heads * c.head_dim + sparse),
         "linear layers' tokens": T * (linear * token + ngram),
-        "recurrent states": linear * -(-T // every) * (state + 8),
+        "recurrent states": linear * (T // every + 1) * (state + 8),  # the last one is kept, too
         "hidden and taps": T * (size * c.hidden_size * (1 + taps) + 8),
     }
 
@@ -81,21 +83,24 @@ def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int) -> dict[str, 
 def drafter_bytes(drafter: Drafter, config, processes: int) -> dict[str, int]:
     """float32 weights and gradients, and what the optimizers remember."""
     count = numbers(drafter)
+    learned = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-    kinds = {type(o).__name__: sum(p.numel() for g in o.param_groups for p in g["params"])
-             for o in optimizers}  # fmt: skip
+    kinds = {type(o).__name__: sum(p.numel() for g in o.param_groups for p in g["params"]
+                                   if p.requires_grad) for o in optimizers}  # fmt: skip
     return {
         "drafter's weights": 4 * count,
-        "drafter's gradients": 4 * count * (2 if processes > 1 else 1),  # DDP's buckets beside them
+        # DDP has buckets beside them
+        "drafter's gradients": 4 * learned * (2 if processes > 1 else 1),
         "optimizer": 8 * kinds.get("AdamW", 0) + 4 * kinds.get("Muon", 0),
-    }
+    } | ({"drafter's weights in bfloat16": 2 * count} if config.precision == "bfloat16" else {})
 
 
 def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     """Estimates of what lives for a moment with B sequences of T tokens at once."""
     c, d, size = drafter.target.config, drafter.config, 2
-    W, b, A, K = d.num_draft_tokens, d.block_size, config.num_anchors, config.num_branches
-    nodes = A * K * max(W - 1, 0) if config.mode in ("specopd", "story") else 0
+    W, A, K = d.num_draft_tokens, config.num_anchors, config.num_branches
+    on_policy = config.mode in ("specopd", "story")
+    nodes = A * K * max(W - 1, 0) * on_policy
     wide = c.intermediate_size
     if c.streams:
         wide = (c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
@@ -103,24 +108,40 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     taps = len(d.target_layer_ids)
     kept = sum(trunk_bytes(c, 1, taps, size).values())
     kept -= trunk_bytes(c, 1, 0, size)["recurrent states"]
-    C, layers, block = d.layers.hidden_size, len(drafter.layers), A * b
-    heads = d.layers.num_attention_heads * d.layers.head_dim
-    grouped = 2 * d.layers.num_key_value_heads * d.layers.head_dim
     # recurrent state at every anchor, in one layer at a time: gathered, decayed, and beside it
     state = 12 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
-    mask = min(A, ANCHORS) * b * (T + min(A, ANCHORS) * b) * -(-A // ANCHORS)
-    per_slot = 12 * C + 6 * heads + 4 * d.layers.intermediate_size
-    kept_of = layers * (C if config.recompute else per_slot) + config.recompute * per_slot
-    each = 2 if config.precision == "bfloat16" else 4
+    at_work = (6 * c.hidden_size + 3 * wide) * size  # of a token in a layer of the target
     return {
         "~ tree: what it keeps": B * nodes * kept,
-        "~ tree: a layer at work": B * nodes * (6 * c.hidden_size + 3 * wide) * size,
+        "~ tree: a layer at work": B * nodes * at_work,
         "~ tree: states at anchors": B * A * state * c.hybrid,
         "~ tree: its mask": B * nodes * (T + nodes) * (1 + size),
-        "~ prefill: a layer at work": B * min(T, 256) * (6 * c.hidden_size + 3 * wide) * size,
+        "~ prefill: a layer at work": B * min(T, PREFILL) * at_work,
+        "~ p's hidden states": B * A * K * (W + 1) * c.hidden_size * size * on_policy,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGITS,
-        "~ drafter: context": each * B * T * (C * (3 + taps) + 4 * layers * grouped),
-        "~ drafter: blocks": each * B * block * kept_of + 5 * B * mask,
+    } | graph_bytes(drafter, config, B, T)
+
+
+def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
+    """Estimates of what the drafter's layers keep for the backward pass, logits aside: in bfloat16
+    all but residuals, norms and what they norm, which stay float32, and every matrix has a copy of
+    its input."""
+    d, A, half = drafter.config, config.num_anchors, config.precision == "bfloat16"
+    b, each, taps = d.block_size, 2 if half else 4, len(d.target_layer_ids)
+    C, layers, wide = d.layers.hidden_size, len(drafter.layers), d.layers.intermediate_size
+    heads = d.layers.num_attention_heads * d.layers.head_dim
+    grouped = 2 * d.layers.num_key_value_heads * d.layers.head_dim  # of keys and values
+    slot = 4 * (5 * C + 2 * heads + grouped)  # bytes of a slot in a layer
+    slot += each * (3 * heads + grouped + 4 * wide + 3 * C * half)
+    token = 8 * C + each * taps * C + layers * ((4 + 2 * each) * grouped + 4 * C * half)
+    at_once = min(A, ANCHORS)
+    mask = at_once * b * (T + at_once * b) * -(-A // ANCHORS)
+    mask *= 1 + each * (1 if config.recompute else layers)
+    kept = layers * 4 * C + slot if config.recompute else layers * slot
+    return {
+        "~ drafter: context": B * T * token,
+        "~ drafter: blocks": B * (A * b * kept + mask),
+        "~ drafter: a layer's gradients": B * A * b * slot,
     }
 
 
@@ -133,16 +154,16 @@ def needs(target: Target, drafter: Drafter, config, processes: int, B: int, shar
     if sharded:
         spread = {"target's weights, a share": size * (outside + -(-sum(layers) // processes)),
                   "~ three of its layers, gathered": 3 * size * max(layers)}  # fmt: skip
-    trunks = trunk_bytes(target.config, T, len(drafter.config.target_layer_ids), size)
+    taps, every = len(drafter.config.target_layer_ids), config.checkpoint_every
+    trunks = trunk_bytes(target.config, T, taps, size, every)
     kept = config.num_references * sum(trunks.values())
     trunks = {f"trunks: {name}": B * each for name, each in trunks.items() if each}
     if kept <= config.cache_gib * 2**30:
         trunks["trunks of all references"] = kept
     waiting = max(0, config.batch_size // processes - B)  # with --grad-accum: drawn, not learned
     W, A, K = drafter.config.num_draft_tokens, config.num_anchors, config.num_branches
-    taps = len(drafter.config.target_layer_ids)
     width = target.config.hidden_size * size
-    blocks = {"blocks of the other parts": waiting * width * (taps * T + A * K * W)}
+    blocks = {"blocks of the other parts": waiting * width * (taps * T + A * K * (W + 1))}
     moment = passing_bytes(drafter, config, B, T) | (blocks if waiting else {})
     return spread | drafter_bytes(drafter, config, processes) | trunks | moment
 
@@ -160,6 +181,7 @@ def on_meta(config) -> tuple[Target, Drafter]:
         if config.drafter:
             path = Path(config.drafter) / "config.json"
             known = DrafterConfig.from_dict(read_json(path), str(path))
+            known = known.beside(tensor_files(path.parent))
             return target, drafter_class(known)(known, target)
         drafter = fresh_drafter(config, target, max(0, config.mask_token_id))
     return target, drafter

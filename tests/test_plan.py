@@ -9,24 +9,27 @@ from conftest import ARCHS, DRAFTERS, small_drafter
 from test_train import CONFIG, STOP, one_batch, setup
 
 import plan
+from drafter import Drafter
 from loss import make_optimizers, update
-from step import draw, step_loss
+from step import Step, arithmetic, draw, step_loss
 from target import Target
 from train import TrainConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_trunk_takes_the_bytes_that_are_planned(arch, dtype):
-    target, T = Target.toy(arch, 0), 150
+@pytest.mark.parametrize("T, every", [(150, None), (192, 64), (1100, 8)])
+def test_a_trunk_takes_the_bytes_that_are_planned(arch, dtype, T, every):
+    target = Target.toy(arch, 0)
     target.model.to(dtype)
     target.lm_head.to(dtype)
     for name, parameter in target.named_parameters():
         if name.endswith((".A_log", ".dt_bias")):
             parameter.data = parameter.data.float()
-    trunk = target.prefill(torch.zeros(1, T, dtype=torch.long), torch.tensor([T]), tap_ids=(0, 2))
+    tokens, lengths = torch.zeros(1, T, dtype=torch.long), torch.tensor([T])
+    trunk = target.prefill(tokens, lengths, tap_ids=(0, 2), checkpoint_every=every)
     size = torch.finfo(dtype).bits // 8
-    assert sum(plan.trunk_bytes(target.config, T, 2, size).values()) == trunk.nbytes
+    assert sum(plan.trunk_bytes(target.config, T, 2, size, every).values()) == trunk.nbytes
 
 
 @pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
@@ -42,6 +45,37 @@ def test_the_optimizers_remember_what_is_planned(variant):
     planned = plan.drafter_bytes(drafter, CONFIG, 1)
     assert planned["optimizer"] == held
     assert planned["drafter's weights"] == sum(p.nbytes for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_the_drafters_layers_keep_is_about_what_is_planned(precision, recompute):
+    target, T = Target.toy("gqa", 0), 256
+    drafter = Drafter.fresh(target, 3, 16, 263)
+    config = dataclasses.replace(CONFIG, precision=precision, recompute=recompute)
+    trunk = target.prefill(torch.randint(256, (2, T)), torch.tensor([T, T]))
+    anchors = torch.arange(T)[:: T // config.num_anchors].expand(2, -1)
+    Step(config, drafter)  # which makes layers run again, if asked to
+    own = {p.untyped_storage().data_ptr() for p in (*drafter.parameters(), *target.parameters())}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes(), storage  # held, or its place is used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), arithmetic(config):
+        drafter.block(trunk, anchors)
+    found = sum(size for size, _ in kept.values())
+    planned = plan.graph_bytes(drafter, config, 2, T)
+    layer = planned["~ drafter: a layer's gradients"]
+    context, blocks = planned["~ drafter: context"], planned["~ drafter: blocks"]
+    if recompute:  # what one layer keeps is there while it is run again
+        assert 0.5 * (context + blocks - layer) < found < context + blocks - layer
+        return
+    weights = plan.drafter_bytes(drafter, config, 1).get("drafter's weights in bfloat16", 0)
+    assert 0.95 < (context + blocks + weights) / found < 1.2
 
 
 def test_the_real_sizes_by_hand():
@@ -66,8 +100,9 @@ def test_the_real_sizes_by_hand():
     rest = 3 * 5120 * 17408 + 2 * 5120
     assert plan.numbers(target) == 2 * 248320 * 5120 + 48 * linear + 16 * full + 64 * rest + 5120
     held = plan.trunk_bytes(target.config, 2048, 5, 2)
-    # 32 states, 64 tokens apart, of 48 x 128 x 128 in float32, in 48 layers; and where they stand
-    assert held["recurrent states"] == 48 * 32 * (4 * 48 * 128 * 128 + 8)
+    # 32 states, 64 tokens apart, and the last, of 48 x 128 x 128 in float32, in 48 layers; and
+    # where they stand
+    assert held["recurrent states"] == 48 * 33 * (4 * 48 * 128 * 128 + 8)
     token = 2 * (2 * 2048 + 6144) + 4 * (2048 + 6144 + 48)
     assert held["linear layers' tokens"] == 2048 * 48 * token
     assert held["keys and values"] == 2048 * 16 * 2 * 2 * 4 * 256
@@ -91,7 +126,7 @@ def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
     figures = plan.plan(config)
     said, B = capsys.readouterr().out, figures["1"]["sequences"]
     assert B < 64 and f"--batch-size 64 --grad-accum {64 // B} --precision bfloat16" in said
-    waiting = (64 - B) * 2 * 4096 * (5 * (64 + 1536) + 64 * 2 * 7)
+    waiting = (64 - B) * 2 * 4096 * (5 * (64 + 1536) + 64 * 2 * 8)
     assert figures["1"]["bytes"]["blocks of the other parts"] == waiting
     assert "blocks of the other parts" not in figures["8"]["bytes"]  # 8 each, at once
     blocks = figures["1"]["bytes"]["~ drafter: blocks"]
