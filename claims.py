@@ -214,7 +214,9 @@ def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) 
     drafter = config.drafter if name == "given" else str(start)
     values = changes | {"drafter": drafter} | study.later | study.arms[arm]
     if isinstance(values.get("steps"), str):
-        values["steps"] = steps(config, name, seed, values["mode"], values["steps"])
+        there = folder_of(config, name, seed, arm) / "stage.json"  # more seeds may be done since
+        values["steps"] = files.read_json(there)["made_with"]["steps"] if there.is_file() else (
+            steps(config, name, seed, values["mode"], values["steps"]))  # fmt: skip
     return own(config, **values)
 
 

@@ -10,6 +10,7 @@ from other files of the corpus.
 
 import zlib
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -39,9 +40,8 @@ class Trunks:
             return
         pieces = [self._prefill(part, width) for part in parts]
         names = ("tokens", "lengths", "hidden", "taps")
-        whole = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
-        layers = zip(*(piece.states for piece in pieces))
-        states = [{n: torch.cat([s[n] for s in same]) for n in same[0]} for same in layers]
+        whole = joined([{name: vars(piece).pop(name) for name in names} for piece in pieces])
+        states = [joined(list(layer)) for layer in zip(*(piece.states for piece in pieces))]
         self.cache = replace(pieces[0], **whole, states=states, width=width)
 
     def _prefill(self, rows: Tensor, width: int) -> Trunk:
@@ -56,6 +56,12 @@ class Trunks:
         if self.cache:
             return self.cache.select(rows.to(self.cache.tokens.device), width)
         return self._prefill(rows, width)
+
+
+def joined(pieces: list[dict]) -> dict:
+    """The tensors of each name end to end; the pieces are let go, so that of one name alone two
+    copies are held at a time."""
+    return {name: torch.cat([piece.pop(name) for piece in pieces]) for name in [*pieces[0]]}
 
 
 def make_target(config, corpus: data.Corpus, folder: Path) -> dict:
@@ -165,21 +171,27 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
     return drafter
 
 
+@lru_cache(maxsize=2)  # a step sees one epoch, or the end of one and the start of the next
+def epoch_order(seed: int, epoch: int, lengths: Tensor, batch_size: int, bucket: int) -> Tensor:
+    """The references (n,) in the order of an epoch. Its batches are whole ones: where steps begin
+    in it, to where the last ends."""
+    count = len(lengths)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
+    order = torch.randperm(count, generator=generator)
+    begin = -epoch * count % batch_size
+    whole = order[begin : begin + max(0, count - begin) // batch_size * batch_size]
+    for window in whole.split(bucket * batch_size) if bucket > 1 else ():  # in place
+        batches = window[lengths[window].argsort(stable=True)].view(-1, batch_size)
+        window.copy_(batches[torch.randperm(len(batches), generator=generator)].flatten())
+    return order
+
+
 def batch_rows(seed: int, step: int, lengths: Tensor, batch_size: int, bucket: int = 1) -> Tensor:
     """Which references a step sees, by length: epochs in a fresh order each, from (seed, step)
     alone. bucket: batches whose references are sorted together before they are dealt out."""
-    count, orders = len(lengths), {}
-    places = torch.arange(step * batch_size, (step + 1) * batch_size)
-    for epoch in (places // count).unique().tolist():
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
-        order = torch.randperm(count, generator=generator)
-        # in place, and whole batches only: where steps begin in this epoch, to where the last ends
-        begin = -epoch * count % batch_size
-        whole = order[begin : begin + max(0, count - begin) // batch_size * batch_size]
-        for window in whole.split(bucket * batch_size) if bucket > 1 else ():
-            batches = window[lengths[window].argsort(stable=True)].view(-1, batch_size)
-            shuffled = torch.randperm(len(batches), generator=generator)
-            window.copy_(batches[shuffled].flatten())
-        orders[epoch] = order
-    rows = torch.stack([orders[int(place) // count][int(place) % count] for place in places])
+    places, rows = range(step * batch_size, (step + 1) * batch_size), []
+    for place in places:
+        epoch, number = divmod(place, len(lengths))
+        rows.append(epoch_order(seed, epoch, lengths, batch_size, bucket)[number])
+    rows = torch.stack(rows)
     return rows[lengths[rows].argsort(stable=True)]

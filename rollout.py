@@ -32,7 +32,8 @@ class Blocks:
     trunk: Trunk  # tokens, lengths and taps, nothing else
     anchors: Tensor  # (B, R)
     tokens: Tensor  # (B, R, K, W) what was drafted
-    p_hidden: Tensor  # (B, R, K, W, C) the target's hidden that gave p_1..p_W
+    # (B, R, K, W, C) the target's hidden that gave p_1..p_W; None: learned without
+    p_hidden: Tensor | None
     weight: Tensor | None = None  # (B, R) of a block in the loss; None: all alike
     valid: Tensor | None = None  # (B, R, K, W) positions that count
     text: Tensor | None = None  # (B, R, 1, W) the trunk's own tokens behind the anchors

@@ -75,9 +75,11 @@ def draw(
         )
         p_hidden = drafter.target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
         nodes, unmerged = tree.valid.sum(), (valid.sum(-1) - 1).clamp(min=0).sum()
-    else:  # p_k from a+k-1
+    else:
         tokens, valid = text, labelled if config.mode == "ce" else inside
-        p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
+        p_hidden = None
+        if needs_p(config, drafter):  # p_k from a+k-1
+            p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
     return Blocks(
         trunk.lean(), anchors, tokens, p_hidden, weight, valid, text, labelled, hidden,
         {"nodes": nodes, "unmerged": unmerged},
@@ -92,6 +94,10 @@ def terms_of(config, drafter: Drafter) -> tuple[dict, dict]:
     mix = losses.DSPARK_MIX if drafter.config.kind == "dspark" else {"ce": 1.0}
     # DFlash 2's base by itself, too, so that the best k are good
     return mix | sure, {"ce": float(drafter.config.kind == "dflash2")}
+
+
+def needs_p(config, drafter: Drafter) -> bool:
+    return any(share and name != "ce" for name, share in terms_of(config, drafter)[0].items())
 
 
 def divisors(config, drafter: Drafter, parts: list[Blocks]) -> tuple[dict, dict]:
@@ -139,9 +145,10 @@ def step_loss(config, drafter: Drafter, part: Blocks, divisor=None) -> tuple[Ten
     if terms[1]["ce"]:
         head = base if config.mode == "ce" else drafter.logits
         value = value + loss_of(1, part.text, part.labelled, None, head)[0]
-    if config.mode == "ce" and drafter.config.kind == "dflash2":  # of one reference
-        labels = part.labelled[0].sum()
-        share = drafter.coverage(hidden[0], part.text[0], part.labelled[0])
+    if config.mode == "ce" and drafter.config.kind == "dflash2":  # of one reference, a middling one
+        one = len(hidden) // 2
+        labels = part.labelled[one].sum()
+        share = drafter.coverage(hidden[one], part.text[one], part.labelled[one])
         figures |= {"candidates": share * labels, "labels": labels}
     figures |= part.counts | {"supervised": part.valid.sum()}
     slots = trunk.tokens.numel()
@@ -252,18 +259,18 @@ def next_batch(config, drafter, trunks: Trunks, step, stop_ids, hard=None) -> li
 @torch.no_grad()
 def hardness(drafter: Drafter, trunks: Trunks, temperature: float) -> Tensor:
     """How often the drafter's first draft would be rejected at each position of the references, no
-    less than half the mean over all slots: (R, T) on the host, as `draw_anchors` wants its
-    chances."""
-    references, found = trunks.references, []
-    (R, T), V = references.tokens.shape, drafter.config.layers.vocab_size
-    for rows in torch.arange(R).split(max(1, losses.CHUNK_ELEMENTS // (T * V))):
-        trunk = trunks(rows)
-        anchors = torch.arange(trunk.tokens.shape[1], device=trunk.tokens.device)
-        hidden = drafter.block(trunk, anchors.expand(len(rows), -1))[:, :, :1]  # (B, T, 1, C)
-        logits = drafter.logits(hidden, trunk.tokens[..., None])[:, :, 0]  # (B, T, V)
-        p, q = ((one.float() / temperature).softmax(-1)
-                for one in (drafter.target.head(trunk.hidden), logits))  # fmt: skip
-        missed = 1 - losses.acceptance(p, q)
-        found.append(nn.functional.pad(missed, (0, T - missed.shape[1])).cpu())
-    found = torch.cat(found)
-    return (found + found.mean()) / 2
+    less than half the mean over all: (R, T) on the host, as `draw_anchors` wants its chances."""
+    references, V = trunks.references, drafter.config.layers.vocab_size
+    found = torch.zeros(references.tokens.shape)
+    for row, length in enumerate(references.lengths.tolist()):
+        trunk = trunks(torch.tensor([row]))
+        places = torch.arange(length, device=trunk.tokens.device)
+        first = drafter.block(trunk, places[None])[0, :, :1]  # (T, 1, C)
+        for part in places.split(max(1, losses.CHUNK_ELEMENTS // V)):
+            before = trunk.tokens[0, part, None]
+            logits = drafter.logits(first[part, None], before[..., None])[:, 0, 0]  # (n, V)
+            p, q = ((one.float() / temperature).softmax(-1)
+                    for one in (drafter.target.head(trunk.hidden[0, part]), logits))  # fmt: skip
+            found[row, part.cpu()] = 1 - losses.acceptance(p, q).cpu()
+    inside = torch.arange(found.shape[1]) < references.lengths[:, None]
+    return (found + found[inside].mean()) / 2

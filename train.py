@@ -113,8 +113,8 @@ class TrainConfig:
     warmup: int = flag(20, "steps of linear warm-up")
     cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
     clip: float = flag(1.0, "largest gradient norm", low=0)
-    precision: str = flag("float32", "the drafter's arithmetic; its weights stay float32",
-                          choices=("float32", "bfloat16"))  # fmt: skip
+    precision: str = flag("float32", "the drafter's arithmetic in training; its weights stay "
+                          "float32", choices=("float32", "bfloat16"))  # fmt: skip
     recompute: bool = flag(False, "run the drafter's layers again in the backward pass instead of "
                            "keeping what they computed")  # fmt: skip
     compile: bool = flag(False, "torch.compile for the drafter's layers and the target's MLPs")
