@@ -28,7 +28,7 @@ CASES += [("gqa", mode, kind) for mode in ("ce", "specopd") for kind in ("dspark
 
 def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
     """Of one step on a batch of four references, this process's share of it; of two processes each
-    works on one reference at a time. In float64 where it can be: see test_train's batch in parts."""
+    works on one reference at a time. In float64 where it can be, as test_train's batch in parts."""
     if not target:
         target = small_target(arch=arch)
         target = target.double() if arch == "gqa" else target
