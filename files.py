@@ -193,10 +193,16 @@ def exit_code(main) -> int:
     except Stopped as stopped:  # by SIGTERM
         print(f"\n{stopped}", file=sys.stderr)
         return 143
-    except RuntimeError as error:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if full or "can't allocate memory" in str(error):
+            said = "out of memory: take fewer at once (--batch-size, in training --grad-accum)"
+        elif several:
+            said = "another process failed"
+        else:
             raise
-        print(f"error: another process failed: {str(error).splitlines()[0]:.120}", file=sys.stderr)
+        print(f"error: {said}: {' '.join(str(error).split()):.120}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough: nothing is to be flushed when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

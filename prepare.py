@@ -24,6 +24,7 @@ from files import dtype_of, stage
 from measure import Measure
 from serve import generate
 from target import Target, Trunk, train_toy
+from tokenizer import write_byte_tokenizer
 
 
 class Trunks:
@@ -66,7 +67,7 @@ def joined(pieces: list[dict]) -> dict:
 
 def make_target(config, corpus: data.Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
-    data.write_byte_tokenizer(folder)
+    write_byte_tokenizer(folder)
     tokenizer = data.load_tokenizer(folder)
     texts = (data.pack(part, tokenizer) for part in (corpus.train, corpus.held_out))
     toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers or None)
@@ -127,6 +128,11 @@ def prepare(config, out: Path):
                              config.prompt_length, config.seed + 1)  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
+    longest, highest = int(references.lengths.max()), int(references.tokens.max())
+    if longest > limit or highest >= target.config.vocab_size:
+        raise ValueError(f"the references have texts of {longest} tokens and ids up to {highest}, "
+                         f"the target {limit} places and {target.config.vocab_size} ids: are they "
+                         "its own?")  # fmt: skip
     longest = int(references.prompt_lengths.max()) + config.response_length
     if config.mode == "rollout" and longest > limit:
         raise ValueError(f"a prompt and --response-length {config.response_length} make {longest} "

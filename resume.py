@@ -12,9 +12,11 @@ import math
 import os
 import signal
 import threading
+import zlib
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import distributed
 import files
@@ -48,16 +50,30 @@ def load(folder: Path) -> dict | None:
     return None
 
 
-def agree(saved: dict | None) -> None:
-    """All processes go on from one step, or all start; damaged checkpoints step aside, so that they
-    do not push out good ones."""
+def agree(saved: dict | None, texts: Tensor) -> None:
+    """All processes go on from one step, or all start, on the same texts; damaged checkpoints step
+    aside, so that they do not push out good ones."""
     start, size = saved["step"] if saved else -1, distributed.size()
-    mine = torch.tensor([start, start**2], device=distributed.device())
-    if distributed.total(mine).tolist() != [size * start, size * start**2]:
+    known = zlib.crc32(texts.cpu().numpy().tobytes()) % 2**24  # so that sums of squares are exact
+    mine = torch.tensor([start, start**2, known, known**2], device=distributed.device())
+    sums = distributed.total(mine).tolist()
+    if sums[:2] != [size * start, size * start**2]:
         raise ValueError(f"this process goes on from step {start} (-1: it found none), others do "
                          "not: is the disk the same for all?")  # fmt: skip
+    if sums[2:] != [size * known, size * known**2]:
+        raise ValueError("the processes have different references: is the disk the same for all?")
     for one in saved["damaged"] if saved and distributed.rank() == 0 else ():
         os.replace(one, one.with_suffix(".damaged"))
+
+
+def restore(saved: dict, drafter: nn.Module, optimizers: list) -> None:
+    try:
+        drafter.load_state_dict(saved["drafter"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{saved['path']} does not fit this drafter: "
+                         f"{' '.join(str(error).split()):.200}") from None  # fmt: skip
 
 
 def save(folder: Path, state: dict, keep: int = 1) -> None:

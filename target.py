@@ -29,10 +29,10 @@ import checkpoint
 import distributed
 import replay
 from config import FAMILIES, ModelConfig
-from data import load_tokenizer
 from files import exit_code, read_json, write_json
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
+from tokenizer import load_tokenizer
 from tree import ProposalTree, at, build_tree, causal_view, place, with_room
 
 WIDE = dict(vocab_size=264, hidden_size=128, intermediate_size=384, num_attention_heads=4,

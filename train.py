@@ -189,14 +189,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     if saved and (absent := {"step", "same", "totals", "drafter", "optimizers"} - set(saved)):
         raise ValueError(f"{saved['path']} is no checkpoint of a training, it has no "
                          f"{min(absent)}: choose another --out")  # fmt: skip
-    resume.agree(saved)
+    resume.agree(saved, trunks.references.tokens)
     if saved:
         files.check_same(saved["same"], same, saved["path"])
         start = saved["step"]
         totals |= saved["totals"]
-        drafter.load_state_dict(saved["drafter"])
-        for optimizer, state in zip(optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(state)
+        resume.restore(saved, drafter, optimizers)
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
 
@@ -209,8 +207,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     if not saved:
         save(0)
     if lead:
-        kept = (out / "log.jsonl").read_text().splitlines(keepends=True)[:start] if start else []
-        with files.atomic(out / "log.jsonl") as temporary:  # a line a step, up to the checkpoint
+        path = out / "log.jsonl"
+        kept = path.read_text() if start and path.is_file() else ""
+        kept = kept.splitlines(keepends=True)[:start]  # a line a step, up to the checkpoint
+        if len(kept) < start:
+            print(f"{path} has lost {start - len(kept)} of {start} lines; the run goes on")
+        with files.atomic(path) as temporary:
             temporary.write_text("".join(kept))
         files.write_json(out / "run.json", dataclasses.asdict(config))
     end, als = min(config.steps, config.stop_after or config.steps), {}

@@ -10,10 +10,10 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data import write_byte_tokenizer  # noqa: E402
 from drafter import Drafter  # noqa: E402
 from replay import PER_TOKEN, by_position  # noqa: E402
 from target import Target  # noqa: E402
+from tokenizer import write_byte_tokenizer  # noqa: E402
 
 SMALL = dict(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=3,

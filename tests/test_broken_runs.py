@@ -16,7 +16,8 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_distributed import command, free_port, train
 
 import files
@@ -71,9 +72,10 @@ def text(name, content):
 
 def tensors(name, change):
     def broken():
-        held = load_file(name)
+        with safe_open(name, "pt") as file:
+            held, known = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
         change(held)
-        save_file(held, name)
+        save_file(held, name, known)
 
     return broken
 
@@ -99,6 +101,13 @@ def checkpoints(state):
     return broken
 
 
+def forgotten():
+    for name in KEPT:
+        held = torch.load(name, weights_only=True)
+        del held["drafter"]["fc.weight"]
+        torch.save(held, name)
+
+
 def scaled(factor):
     return lambda held: held.update({"lm_head.weight": held["lm_head.weight"] * factor})
 
@@ -111,6 +120,7 @@ FAULTS = {  # what happens between two sittings, flags of the second, words of i
     "a checkpoint that is text": (lambda: [text(n, "x")() for n in KEPT], [], "is damaged"),
     "a checkpoint of something else": (checkpoints({"step": 2}), [], "no checkpoint of a training"),
     "a checkpoint that is a list": (checkpoints([1]), [], "is damaged"),
+    "a checkpoint that lacks a tensor": (forgotten, [], "does not fit this drafter"),
     "another seed": (None, ["--seed", "1"], "seed = 0"),
     "another batch": (None, ["--batch-size", "2"], "batch_size = 4"),
     "other anchors": (None, ["--num-anchors", "3"], "num_anchors = 4"),
@@ -128,6 +138,10 @@ FAULTS = {  # what happens between two sittings, flags of the second, words of i
     "an unknown scaling": (
         changed("target/config.json", rope_scaling={"type": "yarn"}), [], "rope"),
     "the tokenizer gone": (gone("target/tokenizer.json"), [], "tokenizer.json"),
+    "a tokenizer without a vocabulary": (
+        changed("target/tokenizer.json", model={"type": "BPE"}), [], "form of a byte-level BPE"),
+    "a stop id that is a word": (
+        changed("target/generation_config.json", eos_token_id="end"), [], "is no id"),
     "the drafter gone": (gone("drafter"), [], "drafter"),
     "the drafter's weights cut": (cut(DRAFTER), [], DRAFTER),
     "a tensor of the drafter gone": (
@@ -143,6 +157,13 @@ FAULTS = {  # what happens between two sittings, flags of the second, words of i
     "references cut": (cut(REFS), [], "references.safetensors"),
     "references of other tensors": (
         tensors(REFS, lambda held: held.pop("lengths")), [], "references.safetensors"),
+    "references of another tokenizer": (
+        tensors(REFS, lambda held: held["tokens"].add_(9999)), [], "are they its own"),
+    "references without a text": (
+        tensors(REFS, lambda held: held.update({n: held[n][:0] for n in held})), [],
+        "no references"),
+    "references shorter than they say": (
+        tensors(REFS, lambda held: held["lengths"].add_(9999)), [], "lengths do not fit"),
     "references named that are not there": (None, ["--references", "no.safetensors"], "no.safe"),
     "the corpus gone": (gone("corpus"), [], "corpus"),
     "the corpus emptied": (emptied, [], "empty"),
@@ -179,6 +200,36 @@ def test_the_run_itself_is_sound(begun, tmp_path, monkeypatch):
     shutil.copytree(begun, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
     assert ends(monkeypatch) == 0 and (tmp_path / "home/run/specopd/summary.json").is_file()
+
+
+def test_a_rate_beyond_all_measure_ends_in_a_line(begun, tmp_path, monkeypatch, capsys):
+    shutil.copytree(begun, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    wild = ("--lr", "1e30", "--max-skipped", "2", "--steps", "9", "--eval-every", "9")
+    assert ends(monkeypatch, "--out", "wild", *wild) == 2
+    assert "2 steps in a row went wrong" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_log_that_lost_lines_is_said_and_the_run_goes_on(begun, tmp_path, monkeypatch, capsys):
+    shutil.copytree(begun, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    os.remove("run/specopd/log.jsonl")
+    assert ends(monkeypatch) == 0 and "has lost 2 of 2 lines" in capsys.readouterr().out
+    kept = [json.loads(line)["step"] for line in open("run/specopd/log.jsonl")]
+    assert kept == [3, 4] and os.path.isfile("run/specopd/summary.json")
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+])  # fmt: skip
+def test_memory_that_does_not_suffice_is_a_line(error, capsys):
+    def main():
+        raise error
+
+    assert files.exit_code(main) == 2
+    said = capsys.readouterr().err
+    assert "out of memory: take fewer at once" in said and len(said.splitlines()) == 1
 
 
 def test_two_processes_end_in_a_line_each_when_they_do_not_fit(folders, tmp_path):

@@ -10,7 +10,8 @@ import checkpoint
 import data
 import files
 from checkpoint import load_weights
-from data import References, write_byte_tokenizer
+from data import References
+from tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from conftest import ROOT, small_drafter
 from test_distributed import command
 from test_train import CONFIG, STOP, setup
 
+import distributed
 import files
 import resume
 import step as steps
@@ -95,12 +96,30 @@ def test_damaged_checkpoints_step_aside(tmp_path):
         resume.save(tmp_path, {"step": step}, keep=2)
     resume.place(tmp_path).write_bytes(b"nothing")
     saved = resume.load(tmp_path)
-    resume.agree(saved)
+    resume.agree(saved, torch.zeros(1))
     resume.save(tmp_path, {"step": 5}, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["checkpoint.1.pt", "checkpoint.damaged", "checkpoint.pt"]
     resume.place(tmp_path).unlink()
     assert resume.load(tmp_path)["step"] == 1
+
+
+def test_processes_that_do_not_share_a_disk_are_told(monkeypatch):
+    texts, other = torch.arange(6), torch.arange(6) + 1
+    theirs = []  # what the other process sends
+    monkeypatch.setattr(distributed, "total", lambda x: theirs.append(x) or x)
+    resume.agree(None, texts)
+    resume.agree(None, other)
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    for sent, word in zip(theirs, (None, "different references")):
+        monkeypatch.setattr(distributed, "total", lambda x, sent=sent: x + sent)
+        if word:
+            with pytest.raises(ValueError, match=word):
+                resume.agree(None, texts)
+            continue
+        resume.agree(None, texts)
+        with pytest.raises(ValueError, match="goes on from step 3"):
+            resume.agree({"step": 3, "damaged": []}, texts)
 
 
 @pytest.mark.parametrize("bad", [{2}, {1, 2, 3, 4}])

@@ -12,10 +12,10 @@ import drafter as drafter_module
 import loss as losses
 import serve
 from confidence import Threshold
-from data import load_tokenizer, write_byte_tokenizer
 from drafter import Drafter, Memory, Proposal, Sampling
 from measure import Acceptance, evaluate, repetition
 from serve import generate
+from tokenizer import load_tokenizer, write_byte_tokenizer
 from tree import build_tree
 
 W = 4

@@ -6,8 +6,8 @@ import torch
 from conftest import ARCHS, small_target, state_gap
 
 import replay
-from data import write_byte_tokenizer
 from target import Target, default_taps
+from tokenizer import write_byte_tokenizer
 from tree import build_tree
 
 W = 4

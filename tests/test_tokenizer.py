@@ -171,9 +171,10 @@ def test_a_template_that_refuses_or_is_broken_is_one_clear_error(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match="template"):
         load_tokenizer(tmp_path).chat(CHATS[0])
-    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(ValueError, match="template"):
-        load_tokenizer(tmp_path).chat(CHATS[0])
+    for text in ("{{ ''.__class__.__mro__ }}", "{{ 1 + 'a' }}"):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        with pytest.raises(ValueError, match="template"):
+            load_tokenizer(tmp_path).chat(CHATS[0])
 
 
 def test_only_the_assistants_turns_are_supervised(tmp_path):
@@ -219,6 +220,9 @@ def test_each_assistant_turn_becomes_a_reference(tmp_path, capsys):
         (dict(model={"type": "Unigram", "vocab": []}), "BPE"),
         (dict(model={"type": "BPE", "vocab": {"ab": 0}, "merges": []}), "no merge makes"),
         (dict(added_tokens=[{"id": 0, "content": "<x>", "lstrip": True}]), "<x>"),
+        (dict(added_tokens=[{}]), "content"),
+        (dict(pre_tokenizer=7), "byte-level BPE"),
+        (dict(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []}), "byte-level BPE"),
     ],
 )
 def test_what_is_not_implemented_is_an_error_that_names_it(tmp_path, change, word):
