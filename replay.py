@@ -24,6 +24,7 @@ D_v); value head j reads key head j // (H / H_k).
 import torch
 from torch import Tensor
 
+import kernels
 from tree import View, at, fetch
 
 CHUNK = 64  # tokens whose u are solved for at once; memory grows with its square
@@ -38,12 +39,13 @@ def by_position(state: dict) -> list[str]:
 
 def spacing(config, size: int) -> int:
     """Tokens between checkpoints: so many that these take no more memory than what is kept of each
-    token (`size` bytes a number of its dtype) anyway, and no fewer than a chunk, whose ends cost a
-    prefill nothing. More could save at most half, and make replays longer."""
+    token (`size` bytes a number of its dtype) anyway, in whole chunks, whose ends cost a prefill
+    nothing. More could save at most half, and make replays longer."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     state = 4 * values * config.linear_key_head_dim * config.linear_value_head_dim
     wide = keys * config.linear_key_head_dim, values * (config.linear_value_head_dim + 1)
-    return max(CHUNK, state // (4 * sum(wide) + size * (2 * wide[0] + wide[1])))
+    tokens = state // (4 * sum(wide) + size * (2 * wide[0] + wide[1]))
+    return max(1, -(-tokens // CHUNK)) * CHUNK
 
 
 def l2_normed(x: Tensor) -> Tensor:
@@ -98,7 +100,13 @@ def advanced(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
 
 def chunked(q, k, v, g, beta, state: Tensor, marks=()) -> tuple[Tensor, Tensor, Tensor]:
     """`recurrent` for a stretch of text, CHUNK tokens at a time -> o, u, states (B,M,H,D_k,D_v):
-    after each marked token, and last after them all."""
+    after each marked token, and last after them all. By kernels where they serve."""
+    if kernels.serve(v, *k.shape[-2:], marks, CHUNK, chunk_by_chunk):
+        return kernels.stretch(q, k, v, g, beta, state, marks, CHUNK)
+    return chunk_by_chunk(q, k, v, g, beta, state, marks)
+
+
+def chunk_by_chunk(q, k, v, g, beta, state: Tensor, marks=()) -> tuple[Tensor, Tensor, Tensor]:
     N = v.shape[-3]
     ends = sorted({*range(CHUNK, N, CHUNK), *(m + 1 for m in marks), N})
     outputs, news, states = [], [], []

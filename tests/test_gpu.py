@@ -8,6 +8,8 @@ import torch
 from conftest import ARCHS, DRAFTERS, small_drafter, small_target
 from test_train import CONFIG, STOP, setup
 
+import kernels
+import replay
 from prepare import Trunks
 from serve import generate
 from step import Step, compile_parts, gradient, next_batch
@@ -82,6 +84,14 @@ def test_half_precision_and_compiled_parts_there():
     same, compiled = one_step(PLACE, "ce", backend="inductor" if PLACE == "cuda" else "aot_eager")
     assert same["loss"] == pytest.approx(figures["loss"], abs=1e-4)
     torch.testing.assert_close(compiled, exact, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 32, 32), (16, 48, 128, 128)])
+def test_the_kernels_for_linear_attention_are_used_there(shape):
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    if PLACE == "cpu":
+        pytest.skip("they want a CUDA device")
+    assert kernels.agree(torch.device(PLACE), *shape, replay.CHUNK, replay.chunk_by_chunk)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -4,7 +4,8 @@ from any checkpoint; a tree's nodes = each path alone. `pytest tests/test_replay
 import pytest
 import torch
 
-from replay import advanced, chunked, l2_normed, on_tree, recurrent, replayed
+import kernels
+from replay import advanced, chunk_by_chunk, chunked, l2_normed, on_tree, recurrent, replayed
 from tree import build_tree
 
 H_K, H, D_K, D_V = 2, 4, 6, 5
@@ -96,3 +97,68 @@ def test_nodes_of_a_tree_equal_each_path_alone(merge, seed):
             torch.testing.assert_close(advanced(root, *picked), slow_state, atol=1e-9, rtol=0)
             checked += 1
     assert checked > 15
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Kernels that are said to run here; what they say, `stretch`, is set by the test."""
+    monkeypatch.setattr(kernels, "PLACES", ("cpu",))
+    kernels.agree.cache_clear()
+    calls = []
+
+    def use(said):
+        def stretch(*given):
+            calls.append(given[2].shape[1])
+            return said(*given)
+
+        kernels.agree.cache_clear()
+        calls.clear()
+        monkeypatch.setattr(kernels, "stretch", stretch)
+        return calls
+
+    yield use
+    kernels.agree.cache_clear()
+
+
+def one_by_one(q, k, v, g, beta, state, marks, size):
+    """What a kernel must say, token by token."""
+    o, u, _ = recurrent(q, k, v, g, beta, state)
+    upto = [[x[:, : end + 1] for x in (q, k, v, g, beta)] for end in (*marks, v.shape[1] - 1)]
+    return o, u, torch.stack([recurrent(*part, state)[2] for part in upto], 1)
+
+
+def test_kernels_that_say_what_ours_says_are_used(by_kernels, capsys):
+    calls = by_kernels(one_by_one)
+    given, marks = (*inputs(2, 150), zero(2) + 0.3), (63, 127)
+    found = chunked(*given, marks)
+    assert calls == [135, 150] and "is used" in capsys.readouterr().out  # asked once, then used
+    for one, other in zip(found, chunk_by_chunk(*given, marks)):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
+    chunked(*given, (63, 100))  # a mark within a chunk
+    chunked(*[x.requires_grad_() for x in given], marks)
+    assert calls == [135, 150] and not capsys.readouterr().out
+
+
+def test_kernels_that_differ_fail_or_are_not_there_are_left_alone(by_kernels, capsys):
+    def off(*given):
+        o, u, states = one_by_one(*given)
+        return o, u * (1 + 3e-5), states
+
+    def failing(*given):
+        raise RuntimeError("no such width")
+
+    def absent(*given):
+        raise ImportError("fla")
+
+    given = (*inputs(2, 70), zero(2))
+    for said, words in ((off, "left alone: 3e-05 from ours"), (failing, "no such"), (absent, "")):
+        calls = by_kernels(said)
+        found = [chunked(*given, (63,)) for _ in range(2)]
+        assert calls == [135] and words in capsys.readouterr().out
+        for one, other in zip(found[1], chunk_by_chunk(*given, (63,))):
+            assert torch.equal(one, other)
+
+
+def test_kernels_are_not_asked_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(kernels, "stretch", None)
+    chunked(*inputs(1, 70), zero(1), (63,))
