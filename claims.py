@@ -205,6 +205,15 @@ def as_long(config: ClaimsConfig, name: str, seed: int, mode: str, like: str) ->
     return max(2, round(config.steps * each[like] / each[mode]))
 
 
+def begun_with(folder: Path) -> int | None:
+    """The steps of an arm that was begun: since then the clock may have said otherwise."""
+    for path in (folder / "stage.json", folder / "run.json"):
+        if path.is_file():
+            found = files.read_json(path)
+            return found.get("made_with", found).get("steps")
+    return None
+
+
 def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) -> TrainConfig:
     """An arm's run. steps: how many it has where it is to take as long as another."""
     study, (start, changes) = study_of(name), places(config, name, seed)
@@ -214,8 +223,7 @@ def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) 
     drafter = config.drafter if name == "given" else str(start)
     values = changes | {"drafter": drafter} | study.later | study.arms[arm]
     if isinstance(values.get("steps"), str):
-        there = folder_of(config, name, seed, arm) / "stage.json"  # more seeds may be done since
-        values["steps"] = files.read_json(there)["made_with"]["steps"] if there.is_file() else (
+        values["steps"] = begun_with(folder_of(config, name, seed, arm)) or (
             steps(config, name, seed, values["mode"], values["steps"]))  # fmt: skip
     return own(config, **values)
 

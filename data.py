@@ -200,7 +200,7 @@ class References:
                 raise ValueError(f"{path} holds no references, it lacks {min(lacking)}")
             tokens, lengths, prompts = (file.get_tensor(name).long() for name in names)
         if (
-            tokens.dim() != 2 or not len(tokens) or int(tokens.min()) < 0
+            tokens.dim() != 2 or not tokens.numel() or int(tokens.min()) < 0
             or not lengths.shape == prompts.shape == tokens.shape[:1]
             or not bool(((0 <= prompts) & (prompts < lengths)).all())
             or int(lengths.max()) > tokens.shape[1]

@@ -236,6 +236,7 @@ class Drafter(nn.Module):
             return best, None
         q = sampling.probs(logits)
         tokens = draw(q, uniforms.transpose(1, 2)).transpose(1, 2)  # (R, K, W)
+        tokens = tokens.clamp(max=q.shape[-1] - 1)  # of a q that is NaN, whose loss will tell
         return torch.cat([best[:, :num_greedy], tokens[:, num_greedy:]], 1), q[:, None]
 
     def propose(
@@ -343,6 +344,7 @@ class Sequential(Drafter):
             if uniforms is not None:
                 kept.append(sampling.probs(logits).expand(*before.shape, -1))  # (R, K, 1, V)
                 drawn = draw(kept[-1], uniforms[:, :, k : k + 1, None])[..., 0]
+                drawn = drawn.clamp(max=logits.shape[-1] - 1)
                 best = torch.cat([best[:, :num_greedy], drawn[:, num_greedy:]], 1)
             tokens.append(best)
             before = best
@@ -405,7 +407,6 @@ class DFlash2(Sequential):
         scores = self.finished(unary.gather(-1, ids))  # (…, K, W, k)
         scores = scores + self.candidate_selector(hidden, before, ids).float()
         return scores.new_full(shape, -torch.inf).scatter(-1, ids, scores), None
-
 
     @torch.no_grad()
     def coverage(self, hidden, labels, valid) -> Tensor:

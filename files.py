@@ -194,15 +194,17 @@ def exit_code(main) -> int:
         print(f"\n{stopped}", file=sys.stderr)
         return 143
     except (MemoryError, RuntimeError) as error:
+        if os.environ.get("SPECOPD_TRACEBACK"):
+            raise
         full = isinstance(error, MemoryError | torch.OutOfMemoryError)
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if full or "can't allocate memory" in str(error):
-            said = "out of memory: take fewer at once (--batch-size, in training --grad-accum)"
+            said = "out of memory, take fewer at once (--grad-accum, --batch-size or --part)"
         elif several:
             said = "another process failed"
         else:
             raise
-        print(f"error: {said}: {' '.join(str(error).split()):.120}", file=sys.stderr)
+        print(f"error: {said}: {' '.join(repr(error).split()):.120}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough: nothing is to be flushed when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,9 +8,9 @@ python -m pytest -q -s tests/test_gpu.py
 python train.py --preset smoke --device cuda --out "$out/smoke"
 python - "$out" <<'PYTHON'
 import sys
-from data import write_byte_tokenizer
 from drafter import Drafter
 from target import Target
+from tokenizer import write_byte_tokenizer
 
 out = sys.argv[1]
 for arch, layers in (("gqa", 24), ("gdn", 24)):

@@ -5,11 +5,9 @@
 
 One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View`
 (tree.py) that says who is whose past, and the state it left behind on the trunk; it returns its
-output and what it remembers of the new tokens, a dict of tensors (B,N,...). It knows nothing about
-training or serving. Names of modules and fields are Hugging Face's, so a checkpoint's tensors load
-by name; shapes are (B, T, H, D) outside the attention call.
-
-Left out: dropout (nobody here trains a target in earnest), biases, images.
+output and what it remembers of the new tokens, a dict of tensors (B,N,...), and knows nothing about
+training or serving. Names of modules and fields are Hugging Face's, so that tensors load by name;
+shapes are (B, T, H, D) outside the attention call. Left out: dropout, biases, images.
 
     python model.py             two tokens of attention by hand, and a layer's tensors
     pytest tests/test_model.py tests/test_families.py      the latter: logits against transformers
@@ -108,9 +106,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; with a norm on each head's q and k but for Llama; in the hybrid
-    families with an output gate; sparse with an indexer. Remembers keys and values (B,T,2,H_kv,D).
-    """
+    """Grouped-query attention; but for Llama with a norm on each head's q and k; in the hybrid
+    families with an output gate; sparse with an indexer. Remembers keys, values (B,T,2,H_kv,D)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -150,6 +147,8 @@ class Attention(nn.Module):
             out = gathered_attention(q, kv, mask, most)
             return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
         k, v = kv.unbind(2)
+        if mask is not None and N > 1 and q.is_cuda:  # no fused kernel takes a mask and groups
+            k, v = (replay.shared_heads(t, q.shape[2]) for t in (k, v))
         if N == 1:  # a key head's queries stand for tokens: several times sooner on a CPU
             q = q.view(B, k.shape[2], -1, self.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(

@@ -22,6 +22,7 @@ from drafter_config import DrafterConfig
 from files import read_json
 from loss import CHUNK_ELEMENTS, make_optimizers
 from prepare import fresh_drafter
+from step import needs_p
 from target import PREFILL, Target
 
 FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
@@ -114,12 +115,20 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     return {
         "~ tree: what it keeps": B * nodes * kept,
         "~ tree: a layer at work": B * nodes * at_work,
-        "~ tree: states at anchors": B * A * state * c.hybrid,
+        "~ tree: states at anchors": B * A * state * c.hybrid * on_policy,
         "~ tree: its mask": B * nodes * (T + nodes) * (1 + size),
         "~ prefill: a layer at work": B * min(T, PREFILL) * at_work,
-        "~ p's hidden states": B * A * K * (W + 1) * c.hidden_size * size * on_policy,
+        "~ p's hidden states": B * hidden_rows(drafter, config) * c.hidden_size * size,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGITS,
     } | graph_bytes(drafter, config, B, T)
+
+
+def hidden_rows(drafter: Drafter, config) -> int:
+    """The target's hidden states that a text's blocks hold, for p."""
+    W, A = drafter.config.num_draft_tokens, config.num_anchors
+    if config.mode in ("specopd", "story"):
+        return A * config.num_branches * (W + 1)
+    return A * W * needs_p(config, drafter)
 
 
 def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
@@ -133,14 +142,19 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     grouped = 2 * d.layers.num_key_value_heads * d.layers.head_dim  # of keys and values
     slot = 4 * (5 * C + 2 * heads + grouped)  # bytes of a slot in a layer
     slot += each * (3 * heads + grouped + 4 * wide + 3 * C * half)
+    slot += 32 * d.conv_kernel_size * C * (d.kind == "dflash2")  # its convolutions, in float32
     token = 8 * C + each * taps * C + layers * ((4 + 2 * each) * grouped + 4 * C * half)
     at_once = min(A, ANCHORS)
     mask = at_once * b * (T + at_once * b) * -(-A // ANCHORS)
     mask *= 1 + each * (1 if config.recompute else layers)
     kept = layers * 4 * C + slot if config.recompute else layers * slot
+    # on a GPU a masked kernel reads keys and values once for every query head
+    repeated = 2 * each * heads * (2 * heads > grouped)
+    repeated *= (T + A * b) * (1 if config.recompute else layers)
     return {
         "~ drafter: context": B * T * token,
         "~ drafter: blocks": B * (A * b * kept + mask),
+        "~ drafter: keys of every head": B * repeated,
         "~ drafter: a layer's gradients": B * A * b * slot,
     }
 
@@ -161,9 +175,9 @@ def needs(target: Target, drafter: Drafter, config, processes: int, B: int, shar
     if kept <= config.cache_gib * 2**30:
         trunks["trunks of all references"] = kept
     waiting = max(0, config.batch_size // processes - B)  # with --grad-accum: drawn, not learned
-    W, A, K = drafter.config.num_draft_tokens, config.num_anchors, config.num_branches
     width = target.config.hidden_size * size
-    blocks = {"blocks of the other parts": waiting * width * (taps * T + A * K * (W + 1))}
+    rows = taps * T + hidden_rows(drafter, config)
+    blocks = {"blocks of the other parts": waiting * width * rows}
     moment = passing_bytes(drafter, config, B, T) | (blocks if waiting else {})
     return spread | drafter_bytes(drafter, config, processes) | trunks | moment
 
@@ -181,7 +195,8 @@ def on_meta(config) -> tuple[Target, Drafter]:
         if config.drafter:
             path = Path(config.drafter) / "config.json"
             known = DrafterConfig.from_dict(read_json(path), str(path))
-            known = known.beside(tensor_files(path.parent))
+            if any(path.parent.glob("*.safetensors")):
+                known = known.beside(tensor_files(path.parent))
             return target, drafter_class(known)(known, target)
         drafter = fresh_drafter(config, target, max(0, config.mask_token_id))
     return target, drafter
@@ -205,6 +220,10 @@ def chosen(target, drafter, config, processes: int) -> tuple[int, bool, dict] | 
 
 def plan(config) -> dict:
     """Print and return the plan for one GPU and for eight."""
+    if config.mode == "rollout":
+        raise ValueError("--plan: a rollout has as many blocks as its decoding has rounds, which "
+                         "nobody knows before; --mode specopd with as many --num-anchors is "
+                         "near")  # fmt: skip
     target, drafter = on_meta(config)
     table = numbers(target, table=True)
     print(f"target {config.target}: {numbers(target) / 1e9:.2f} G numbers in bfloat16" +

@@ -8,6 +8,7 @@ never stopped.
     pytest tests/test_resume.py
 """
 
+import json
 import math
 import os
 import signal
@@ -54,7 +55,7 @@ def agree(saved: dict | None, texts: Tensor) -> None:
     """All processes go on from one step, or all start, on the same texts; damaged checkpoints step
     aside, so that they do not push out good ones."""
     start, size = saved["step"] if saved else -1, distributed.size()
-    known = zlib.crc32(texts.cpu().numpy().tobytes()) % 2**24  # so that sums of squares are exact
+    known = zlib.crc32(texts.contiguous().numpy()) % 2**24  # so that sums of squares are exact
     mine = torch.tensor([start, start**2, known, known**2], device=distributed.device())
     sums = distributed.total(mine).tolist()
     if sums[:2] != [size * start, size * start**2]:
@@ -66,11 +67,22 @@ def agree(saved: dict | None, texts: Tensor) -> None:
         os.replace(one, one.with_suffix(".damaged"))
 
 
+def log_lines(path: Path, steps: int) -> list[str]:
+    """The lines of a log up to a step, which has one for each; those that were lost are counted."""
+    lines = path.read_text().splitlines(keepends=True) if steps and path.is_file() else []
+    lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps]
+    if len(lines) < steps:
+        print(f"{path} has lost {steps - len(lines)} of {steps} lines; the run goes on")
+    return lines
+
+
 def restore(saved: dict, drafter: nn.Module, optimizers: list) -> None:
     try:
         drafter.load_state_dict(saved["drafter"])
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{saved['path']} does not fit this drafter: "
                          f"{' '.join(str(error).split()):.200}") from None  # fmt: skip

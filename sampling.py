@@ -51,5 +51,4 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     upto = probs.cumsum(-1)
     whole = upto[..., -1:]
     point = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    found = torch.searchsorted(upto, point.contiguous(), right=True)
-    return found.clamp(max=probs.shape[-1] - 1)  # of a broken q, NaN, the last: its loss tells
+    return torch.searchsorted(upto, point.contiguous(), right=True)

@@ -146,7 +146,8 @@ def step_loss(config, drafter: Drafter, part: Blocks, divisor=None) -> tuple[Ten
         head = base if config.mode == "ce" else drafter.logits
         value = value + loss_of(1, part.text, part.labelled, None, head)[0]
     if config.mode == "ce" and drafter.config.kind == "dflash2":  # of one reference, a middling one
-        one = len(hidden) // 2
+        few = max(1, losses.CHUNK_ELEMENTS // (hidden.shape[3] * drafter.config.layers.vocab_size))
+        one = len(hidden) // 2, slice(few)  # and of no more anchors than fit a chunk
         labels = part.labelled[one].sum()
         share = drafter.coverage(hidden[one], part.text[one], part.labelled[one])
         figures |= {"candidates": share * labels, "labels": labels}

@@ -31,7 +31,6 @@ DIGITS_PATTERN = (
 )
 
 
-
 @dataclass(frozen=True)
 class Tokenizer:
     """A tiktoken.Encoding with the ids that a run needs, and the chat template. `decode` takes any
@@ -201,6 +200,11 @@ def _loaded(folder: Path) -> Tokenizer:
             raise ValueError(f"{source}: added token {token['content']!r} with lstrip, rstrip or "
                              "single_word is not implemented")  # fmt: skip
     special = {token["content"]: token["id"] for token in added}
+    ids = {**model["vocab"], **special}
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()) or (
+        len({*ids.values()}) < len(ids)
+    ):
+        raise ValueError(f"{source}: ids that are no numbers from 0 on, one for each token")
     alphabet = byte_alphabet()
     vocab = {text: i for text, i in model["vocab"].items() if text not in special}
     merged = ["".join(m if isinstance(m, list) else m.split(" ")) for m in model["merges"]]
@@ -228,8 +232,8 @@ def _loaded(folder: Path) -> Tokenizer:
     stop = found.get("eos_token_id")
     stop = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
     pad = found.get("pad_token_id")
-    pad = pad if pad is not None else (stop or (0,))[0]
-    if not all(isinstance(i, int) for i in (*stop, pad)):
+    pad = pad if pad not in (None, -1) else (stop or (0,))[0]
+    if not all(type(i) is int and i >= 0 for i in (*stop, pad)):
         raise ValueError(f"{folder}: eos_token_id {stop} or pad_token_id {pad!r} is no id")
     own = read_json(own) if own.is_file() else {}
     names = {k: v.get("content") if isinstance(v, dict) else v for k, v in own.items()}

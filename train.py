@@ -208,10 +208,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         save(0)
     if lead:
         path = out / "log.jsonl"
-        kept = path.read_text() if start and path.is_file() else ""
-        kept = kept.splitlines(keepends=True)[:start]  # a line a step, up to the checkpoint
-        if len(kept) < start:
-            print(f"{path} has lost {start - len(kept)} of {start} lines; the run goes on")
+        kept = resume.log_lines(path, start)
         with files.atomic(path) as temporary:
             temporary.write_text("".join(kept))
         files.write_json(out / "run.json", dataclasses.asdict(config))
@@ -265,7 +262,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                                      f"{out}, the same command goes on")  # fmt: skip
     if lead and end == config.steps and not (out / "summary.json").is_file():
         drafter.save_pretrained(out)
-        last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+        last = json.loads(([*resume.log_lines(out / "log.jsonl", end)] or ["{}"])[-1])
         als = {key: value for key, value in last.items() if key.startswith("al_")}
         files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
     distributed.meet()

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,10 +214,17 @@ def test_a_rate_beyond_all_measure_ends_in_a_line(begun, tmp_path, monkeypatch, 
 def test_a_log_that_lost_lines_is_said_and_the_run_goes_on(begun, tmp_path, monkeypatch, capsys):
     shutil.copytree(begun, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
-    os.remove("run/specopd/log.jsonl")
+    log = Path("run/specopd/log.jsonl")
+    log.unlink()
+    assert ends(monkeypatch, "--stop-after", "3") == 0
+    assert "has lost 2 of 2 lines" in capsys.readouterr().out
+    for age in range(2):  # of step 2: the checkpoint of step 3 was not written any more
+        shutil.copy(begun / f"run/specopd/checkpoint{'.1' * age}.pt", log.parent)
     assert ends(monkeypatch) == 0 and "has lost 2 of 2 lines" in capsys.readouterr().out
-    kept = [json.loads(line)["step"] for line in open("run/specopd/log.jsonl")]
-    assert kept == [3, 4] and os.path.isfile("run/specopd/summary.json")
+    assert [json.loads(line)["step"] for line in log.open()] == [3, 4]
+    for name in ("log.jsonl", "summary.json"):  # at the last step
+        (log.parent / name).unlink()
+    assert ends(monkeypatch) == 0 and (log.parent / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("error", [
@@ -229,7 +237,7 @@ def test_memory_that_does_not_suffice_is_a_line(error, capsys):
 
     assert files.exit_code(main) == 2
     said = capsys.readouterr().err
-    assert "out of memory: take fewer at once" in said and len(said.splitlines()) == 1
+    assert "out of memory, take fewer at once" in said and len(said.splitlines()) == 1
 
 
 def test_two_processes_end_in_a_line_each_when_they_do_not_fit(folders, tmp_path):

@@ -258,3 +258,10 @@ def test_the_readme_counts_the_lines_of_every_file():
     counts = {f.name: len(f.read_text().splitlines()) for f in ROOT.glob("*.py")}
     assert {name: int(lines) for name, lines in rows} == counts
     assert all(lines <= (600 if name == "model.py" else 450) for name, lines in counts.items())
+
+
+def test_what_gpu_sh_imports_is_there():
+    lines = re.findall(r"^from \w+ import .*$", (ROOT / "gpu.sh").read_text(), re.M)
+    assert len(lines) >= 3
+    for line in lines:
+        exec(line, {})

@@ -10,6 +10,7 @@ from test_train import CONFIG, STOP, one_batch, setup
 
 import plan
 from drafter import Drafter
+from drafter_config import ARCHITECTURES
 from loss import make_optimizers, update
 from step import Step, arithmetic, draw, step_loss
 from target import Target
@@ -49,9 +50,10 @@ def test_the_optimizers_remember_what_is_planned(variant):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_what_the_drafters_layers_keep_is_about_what_is_planned(precision, recompute):
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_what_the_drafters_layers_keep_is_about_what_is_planned(kind, precision, recompute):
     target, T = Target.toy("gqa", 0), 256
-    drafter = Drafter.fresh(target, 3, 16, 263)
+    drafter = Drafter.fresh(target, 3, 16, 263, architecture=ARCHITECTURES[kind])
     config = dataclasses.replace(CONFIG, precision=precision, recompute=recompute)
     trunk = target.prefill(torch.randint(256, (2, T)), torch.tensor([T, T]))
     anchors = torch.arange(T)[:: T // config.num_anchors].expand(2, -1)
@@ -135,6 +137,20 @@ def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
     assert again["bytes"]["~ drafter: blocks"] / again["sequences"] < 0.6 * blocks / B
 
 
+def test_a_drafters_folder_is_planned_with_or_without_its_weights(tmp_path):
+    target = Target.toy("gqa", 0)
+    target.save_pretrained(tmp_path / "target")
+    Drafter.fresh(target, 3, 16, 263).save_pretrained(tmp_path / "drafter")
+    for _ in range(2):
+        given = dict(target=str(tmp_path / "target"), drafter=str(tmp_path / "drafter"))
+        found = plan.plan(TrainConfig(mode="e2e", **given, plan=True))["1"]
+        assert found["fits"] and "~ p's hidden states" in found["bytes"]
+        (tmp_path / "drafter/model.safetensors").unlink(missing_ok=True)
+    ce = plan.plan(TrainConfig(mode="ce", **given, plan=True))["1"]["bytes"]
+    one, other = (x["~ p's hidden states"] for x in (found["bytes"], ce))
+    assert one == found["sequences"] * 16 * 15 * 128 * 2 and other == 0
+
+
 def test_a_target_that_fits_is_left_whole(capsys):
     figures = plan.plan(TrainConfig(mode="specopd", target="8B", plan=True))
     assert figures["8"]["fits"] and not figures["8"]["sharded"] and not figures["1"]["sharded"]
@@ -144,5 +160,7 @@ def test_a_target_that_fits_is_left_whole(capsys):
     assert "--cache-gib 0" in said
     with pytest.raises(FileNotFoundError, match="nowhere"):
         plan.plan(TrainConfig(mode="specopd", target="8B", drafter="nowhere", plan=True))
+    with pytest.raises(ValueError, match="nobody knows before"):
+        plan.plan(TrainConfig(mode="rollout", target="8B", plan=True))
     with pytest.raises(ValueError, match="8B, 27B, 125B"):
         plan.plan(TrainConfig(mode="specopd", target="9B", plan=True))

@@ -218,11 +218,14 @@ def test_each_assistant_turn_becomes_a_reference(tmp_path, capsys):
         (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
         (dict(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "ByteLevel"),
         (dict(model={"type": "Unigram", "vocab": []}), "BPE"),
-        (dict(model={"type": "BPE", "vocab": {"ab": 0}, "merges": []}), "no merge makes"),
+        (dict(model={"type": "BPE", "vocab": {"ab": 5000}, "merges": []}), "no merge makes"),
         (dict(added_tokens=[{"id": 0, "content": "<x>", "lstrip": True}]), "<x>"),
         (dict(added_tokens=[{}]), "content"),
         (dict(pre_tokenizer=7), "byte-level BPE"),
-        (dict(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []}), "byte-level BPE"),
+        (dict(added_tokens=[{"id": -1, "content": "<x>"}]), "no numbers from 0 on"),
+        (dict(added_tokens=[{"id": 7, "content": c} for c in ("<x>", "<y>")]), "one for each"),
+        (dict(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []}), "no numbers"),
+        (dict(model={"type": "BPE", "vocab": {"a": 5000}, "merges": [7]}), "byte-level BPE"),
     ],
 )
 def test_what_is_not_implemented_is_an_error_that_names_it(tmp_path, change, word):
