@@ -51,7 +51,7 @@ class BenchConfig:
     repeats: int = flag(7, "timed repeats", low=1)
     patience: float = flag(30.0, "tree: seconds after which a measurement is not repeated", low=0)
     trunk_length: tuple = flag((512,), "tree: tokens of the trunk, one or several; replay, "
-                               "throughput, hf: one",
+                               "throughput, activity, scale, hf: one",
                                kind=int, low=2)  # fmt: skip
     num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several", kind=int, low=1)
     num_branches: int = flag(1, "tree: branches per anchor; throughput: beside 1 and 2", low=1)
@@ -69,8 +69,6 @@ class BenchConfig:
 
     def __post_init__(self):
         files.check_low(self)
-        if max(self.num_anchors) >= min(self.trunk_length):
-            raise ValueError("--num-anchors: fewer than --trunk-length are needed")
 
 
 def wait() -> None:

@@ -37,6 +37,8 @@ def bench_tree(config: BenchConfig) -> dict:
     target, drafter = load(config)
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
     K, figures = config.num_branches, []
+    if max(config.num_anchors) >= min(config.trunk_length):
+        raise ValueError("--num-anchors: fewer than --trunk-length are needed")
     text, _ = text_of(config, target, max(config.trunk_length))
     name = config.target or f"untrained {config.arch}"
     print(f"{name}, {config.device}, {torch.get_num_threads()} threads, seed {config.seed}; "
@@ -178,7 +180,8 @@ def workflows(config: BenchConfig, command: str) -> Workflows:
     target, drafter = load(config, torch.float32, command)
     T, length = config.trunk_length[0], config.prompt_length
     if max(config.num_anchors) > T - length - 1:
-        raise ValueError(f"--num-anchors: {T} tokens have {T - length - 1} behind the prompt")
+        raise ValueError(f"--num-anchors {max(config.num_anchors)}: of --trunk-length {T} tokens "
+                         f"{max(0, T - length - 1)} can be anchors behind --prompt-length {length}")
     # without stop tokens every text has its full length, on both sides
     prompts = held_out_prompts(config, max(32, config.num_prompts), length)
     texts = generate(target, None, prompts, T - length, 1.0, config.seed, batch_size=len(prompts),
@@ -338,8 +341,9 @@ def bench_scale(config: BenchConfig) -> dict | None:
         "tokens_per_s": statistics.mean(tokens) / median["all"],
         "messages_share": said / median["all"], "gradients_share": sent / median["all"],
     }  # fmt: skip
-    print(f"{config.batch_size} texts a step, {way.num_anchors} anchors x {way.num_branches}, "
-          f"{figures['threads']} threads each; medians of {config.repeats}")  # fmt: skip
+    print(f"{config.batch_size} texts of {config.trunk_length[0]} tokens a step, "
+          f"{way.num_anchors} anchors x {way.num_branches}, {figures['threads']} threads each; "
+          f"medians of {config.repeats}")  # fmt: skip
     for name, seconds in median.items():
         print(f"{name:24s} {1e3 * seconds:8.0f} ms, {statistics.mean(tokens) / seconds:7.0f} "
               f"supervised tokens/s")  # fmt: skip

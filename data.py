@@ -97,7 +97,7 @@ def read_prompts(path, skip_bad_lines: bool = False) -> list[list[dict]]:
             reason = f"lacks {error}" if isinstance(error, KeyError) else error
             message = f"{path}:{number}: bad line: {reason}"
             if not skip_bad_lines:
-                raise ValueError(f"{message} (--skip-bad-lines goes on without it)") from None
+                raise ValueError(f"{message} (with --skip-bad-lines training goes on)") from None
             bad += 1
             print(message, file=sys.stderr)
     if bad:
@@ -152,7 +152,9 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
         if len(fitting) < len(encoded):
             print(f"{len(encoded) - len(fitting)} prompts longer than {length} tokens left out")
         if not fitting:
-            raise ValueError(f"no prompt of at most {length} tokens: raise --prompt-length")
+            raise ValueError(f"no prompt of at most {length} tokens: allow longer ones")
+        if len(fitting) < count:
+            print(f"{len(fitting)} prompts are all there are, of {count} asked")
         return [fitting[i] for i in generator.permutation(len(fitting))[:count]]
     long_enough = [t for t in texts if len(t) >= 4 * length] or texts
     sizes = np.array([len(t) for t in long_enough], float)

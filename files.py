@@ -56,7 +56,8 @@ def read_json(path) -> dict:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing" + ("" if path.parent.is_dir() else ": no such folder")
+            f"{path} is missing"
+            + ("" if path.parent.is_dir() else ": no such folder (a hub's name is OWNER/NAME)")
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -121,7 +122,7 @@ def check_low(config) -> None:
 
 
 def _suggest(word: str, known) -> str:
-    close = difflib.get_close_matches(word, list(known), 1)
+    close = difflib.get_close_matches(word, list(known), 1, 0.75)
     return f", did you mean {close[0]}?" if close else ""
 
 
@@ -151,8 +152,11 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
         parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
     for field in dataclasses.fields(config_class):
         kind, name = type(field.default), "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help']} (default: {field.default})".replace("%", "%%")
-        options = dict(default=argparse.SUPPRESS, help=text)
+        usual = " ".join(map(str, field.default)) if kind is tuple else field.default
+        text = field.metadata["help"] + f" (default: {usual})" * (usual != "")
+        options = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+        if kind in (int, float):
+            options["metavar"] = "N" if kind is int else "X"
         if kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
         elif kind is tuple:
@@ -160,6 +164,8 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
             parser.add_argument(name, type=kind, nargs="+", **options)
         else:
             choices = field.metadata.get("choices")
+            if choices:
+                options.pop("metavar", None)
             parser.add_argument(name, type=kind, choices=choices, **options)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -176,7 +182,8 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
     device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
-    if device != "cpu" and not torch.cuda.is_available():
+    elsewhere = getattr(config, "plan", False)  # what is planned runs on another machine
+    if device != "cpu" and not elsewhere and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this torch sees no CUDA device")
     return config
 

@@ -116,7 +116,7 @@ class Measure:
     seed: int
 
     def __call__(self, target, drafter, temperature, share=1.0, progress=""):
-        prompts = self.prompts[: max(1, int(len(self.prompts) * share))]
+        prompts = self.prompts[: max(8, int(len(self.prompts) * share))]  # fewer say nothing
         return evaluate(
             target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
             progress=progress,
@@ -149,10 +149,19 @@ def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str
     tokens."""
     if len({Path(file).stem for file in paths}) < len(paths):
         raise ValueError("a task goes by its file's name, and two files have the same")
-    return {
-        Path(file).stem: data.draw_prompts(data.read_prompts(file), tokenizer, count, length, seed)
-        for file in paths
-    }
+    tasks, asked = {}, {file: data.read_prompts(file) for file in paths}
+    for file, chats in asked.items():
+        print(f"{Path(file).stem}: ", end="", flush=True)
+        try:
+            found = data.draw_prompts(chats, tokenizer, count, length, seed)
+        except ValueError as error:  # none is short enough; the others can be measured
+            print(f"left out: {error}")
+            continue
+        print(f"{len(found)} prompts")
+        tasks[Path(file).stem] = found
+    if not tasks:
+        raise ValueError("no task has a prompt that fits")
+    return tasks
 
 
 def by_task(target, drafter, tasks: dict[str, list], max_new_tokens, temperature, **how) -> dict:

@@ -242,7 +242,8 @@ def plan(config) -> dict:
             figures[str(processes)] = {"fits": False, "bytes": least}
             continue
         B, sharded, found = best
-        share, batch = config.batch_size // processes, B * processes
+        share = config.batch_size // processes
+        batch = max(processes, min(B * processes, config.num_references // processes * processes))
         ways = range(1, share + 1) if config.batch_size % processes == 0 else ()
         accum = next((n for n in ways if share % n == 0 and share // n <= B), 1)
         print(f"{B} sequences at once on each, {sum(found.values()) / 2**30:.1f} GiB")
@@ -250,7 +251,7 @@ def plan(config) -> dict:
             print(f"  {name:30s} {value / 2**30:8.2f} GiB")
         flags = f"--batch-size {batch}" if accum == 1 else (
             f"--batch-size {config.batch_size} --grad-accum {accum}")  # fmt: skip
-        flags += " --shard-target" * sharded
+        flags += " --shard-target --references FILE" * sharded
         flags += f" --precision {config.precision}" * (config.precision != "float32")
         flags += " --recompute" * config.recompute
         flags += " --cache-gib 0" * ("trunks of all references" not in found)

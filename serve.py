@@ -408,7 +408,7 @@ def main():
     al = sum(r.num_committed for r in results) / max(rounds, 1)
     heat = f"temperature {config.temperature:g}"
     print(f"AL {al:.3f} over {rounds} verifications, {heat}: {speed:.1f} tokens/s")
-    if not config.compare:
+    if not config.compare or not rounds:
         return
     generate(target, None, prompts[:1], **warm)
     plain, plain_speed = _timed(lambda: generate(target, None, prompts, **how))

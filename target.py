@@ -276,6 +276,8 @@ class Target(nn.Module):
         layers over all processes, see distributed.py."""
         folder = checkpoint.checkpoint_folder(str(folder))
         found = read_json(folder / "config.json")
+        if "block_size" in found:
+            raise ValueError(f"{folder} holds a drafter, not a target")
         config = ModelConfig.from_dict(found, str(folder / "config.json"))
         with torch.device("meta"):
             target = cls(config).requires_grad_(False)

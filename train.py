@@ -122,7 +122,7 @@ class TrainConfig:
     checkpoint_every: int = flag(0, "tokens between recurrent states kept; 0: see target.py", low=0)
     # measuring and keeping
     eval_every: int = flag(250, "steps between two measurements of AL", low=1)
-    eval_prompts: int = flag(96, "held-out prompts; a quarter of them during training", low=1)
+    eval_prompts: int = flag(96, "held-out prompts; a quarter, but 8 at least, in training", low=1)
     eval_tokens: int = flag(128, "tokens decoded per prompt", low=2)
     save_every: int = flag(100, "steps between two checkpoints", low=1)
     keep: int = flag(2, "checkpoints kept: the last ones (the drafter of the best AL is kept, too)",
@@ -281,8 +281,9 @@ def main():
     if config.batch_size % ((size := distributed.size()) * config.grad_accum):
         raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes "
                          f"times --grad-accum {config.grad_accum}")  # fmt: skip
-    out = Path(config.out)
-    print(json.dumps(dataclasses.asdict(config)))
+    out, usual = Path(config.out), dataclasses.asdict(TrainConfig())
+    asked = {k: v for k, v in dataclasses.asdict(config).items() if v != usual[k]}
+    print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(asked)}")
     if config.mode == "story":
         from story import story  # which builds on this file
 
@@ -297,10 +298,24 @@ def main():
         made = distributed.in_turn(lambda: prepare(config, out))
     target, tokenizer, measure, references = made
     drafter = start_drafter(config, target, tokenizer)
+    if not config.drafter and config.mode != "ce":
+        print("of what a fresh drafter proposes hardly anything is accepted, and such a loss has "
+              "little slope: begin with --mode ce, go on from its --drafter")  # fmt: skip
     kept = 0.0 if config.mode == "rollout" else config.cache_gib  # which reads no reference's trunk
     trunks = Trunks(target, references, kept, config.checkpoint_every or None)
-    print(json.dumps(train(config, drafter, trunks, measure, out / config.mode)))
+    totals = train(config, drafter, trunks, measure, out / config.mode)
     distributed.stop()
+    print(json.dumps(totals))
+    done = out / config.mode
+    if not (done / "summary.json").is_file():
+        print(f"stopped at step {config.stop_after} of {config.steps}; the same command goes on")
+        return None
+    last = files.read_json(done / "summary.json")
+    als = ", ".join(f"{v:.3f} at {k[4:]}" for k, v in last.items() if k.startswith("al_t"))
+    print(f"{done} is done: AL by temperature {als}, on a quarter of the prompts; of the best mean "
+          f"was {done / 'best'}, at step {totals['best'].get('step')}. To compare in earnest:\n"
+          f"  python bench.py al --target {config.target or out / 'target'} --drafters "
+          f"{config.drafter or 'START'} {done}")  # fmt: skip
 
 
 if __name__ == "__main__":

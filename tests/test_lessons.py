@@ -137,10 +137,13 @@ def test_time_is_covered_once_however_many_kernels_run():
 def test_serve_measures_al_by_task(folders, tmp_path):
     for task, asked in (("sums", ["1 + 1", "2 + 2"]), ("words", ["abc", "defg", "h"])):
         (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps({"prompt": a}) for a in asked))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 30}))
+    asked = ("--eval", "sums.jsonl", "long.jsonl", "words.jsonl", "--eval-length", 20)
     done = run(ROOT / "serve.py", "--target", folders / "target", "--drafter", folders / "drafter",
-               "--eval", "sums.jsonl", "words.jsonl", "--max-new-tokens", 12, "--out", "e",
-               cwd=tmp_path)  # fmt: skip
+               *asked, "--max-new-tokens", 12, "--out", "e", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "left out: no prompt of at most 20 tokens" in done.stdout
+    assert "2 prompts are all there are, of 64 asked" in done.stdout
     found = json.loads((tmp_path / "e/summary.json").read_text())
     for heat in ("t0", "t1"):
         tasks = found[heat]["tasks"]

@@ -229,6 +229,7 @@ SPOILED = {
     "awq": (reconfigure(quantization_config={"quant_method": "awq"}), "quantization"),
     "config not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "config a list": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "a drafter's": (reconfigure(block_size=8), "holds a drafter, not a target"),
     "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "config.json is missing"),
     "vocabulary smaller than the tokenizer": (write_byte_tokenizer, "tokenizer"),
 }  # fmt: skip

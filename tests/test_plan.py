@@ -11,6 +11,7 @@ from test_train import CONFIG, STOP, one_batch, setup
 import plan
 from drafter import Drafter
 from drafter_config import ARCHITECTURES
+from files import parse_flags
 from loss import make_optimizers, update
 from step import Step, arithmetic, draw, step_loss
 from target import Target
@@ -149,6 +150,14 @@ def test_a_drafters_folder_is_planned_with_or_without_its_weights(tmp_path):
     ce = plan.plan(TrainConfig(mode="ce", **given, plan=True))["1"]["bytes"]
     one, other = (x["~ p's hidden states"] for x in (found["bytes"], ce))
     assert one == found["sequences"] * 16 * 15 * 128 * 2 and other == 0
+
+
+def test_a_machine_without_a_gpu_plans_for_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ["--mode", "specopd", "--target", "8B", "--device", "cuda"]
+    assert parse_flags(TrainConfig, "", [*asked, "--plan"]).device == "cuda"
+    with pytest.raises(ValueError, match="no CUDA"):
+        parse_flags(TrainConfig, "", asked)
 
 
 def test_a_target_that_fits_is_left_whole(capsys):
