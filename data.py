@@ -142,6 +142,10 @@ def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
 
+class TooLong(ValueError):
+    """All prompts are."""
+
+
 def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
     """`count` prompts. From running text: `length` tokens from the start of a random line, texts by
     size. From prompts: each as it is, those longer than `length` tokens left out and counted."""
@@ -152,7 +156,7 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
         if len(fitting) < len(encoded):
             print(f"{len(encoded) - len(fitting)} prompts longer than {length} tokens left out")
         if not fitting:
-            raise ValueError(f"no prompt of at most {length} tokens: allow longer ones")
+            raise TooLong(f"no prompt of at most {length} tokens: allow longer ones")
         if len(fitting) < count:
             print(f"{len(fitting)} prompts are all there are, of {count} asked")
         return [fitting[i] for i in generator.permutation(len(fitting))[:count]]

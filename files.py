@@ -185,6 +185,8 @@ def parse_flags(config_class, description: str, argv=None, presets: dict | None 
     elsewhere = getattr(config, "plan", False)  # what is planned runs on another machine
     if device != "cpu" and not elsewhere and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this torch sees no CUDA device")
+    if ":" in device and not elsewhere:
+        torch.cuda.set_device(device)  # for kernels that look at nothing else
     return config
 
 

@@ -4,7 +4,7 @@ ours says.
     pip install flash-linear-attention      and a GPU
 
 `replay.chunked` carries a state from one chunk of text to the next in some dozen small operations
-each; these kernels do all of a stretch in four. Replay needs what their public function keeps to
+each; these kernels do all of a stretch in six. Replay needs what their public function keeps to
 itself, what each token wrote and the states between chunks, so it is the function's parts that are
 called, in full float32. Parts change with versions: they are asked once for tokens that ours is
 asked for, too, and whatever is missing, fails or differs leaves everything to ours. No GPU was at
@@ -28,15 +28,19 @@ def stretch(q, k, v, g, beta, state: Tensor, marks, size: int) -> tuple[Tensor, 
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # not TF32
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.common.chunk_o import chunk_fwd_o
-    from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-    from fla.ops.utils import chunk_local_cumsum
+    from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
+    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+    from fla.ops.utils import chunk_local_cumsum, solve_tril
     from fla.ops.utils.constant import RCP_LN2
 
     q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
     total = chunk_local_cumsum(g, chunk_size=size, scale=RCP_LN2)  # their decay is a power of two
-    w, new, _ = chunk_gated_delta_rule_fwd_intra(
-        k=k, v=v, g=total, beta=beta, cu_seqlens=None, chunk_indices=None, chunk_size=size
+    # in three steps: fla's one step for all of this rounds to TF32
+    among = chunk_scaled_dot_kkt_fwd(
+        k=k, g=total, beta=beta, chunk_size=size, output_dtype=torch.float32
     )
+    inverse = solve_tril(A=among, output_dtype=torch.float32)
+    w, new = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=total)
     before, u, last = chunk_gated_delta_rule_fwd_h(
         k=k, w=w, u=new, g=total, initial_state=state, output_final_state=True, chunk_size=size
     )

@@ -154,7 +154,7 @@ def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str
         print(f"{Path(file).stem}: ", end="", flush=True)
         try:
             found = data.draw_prompts(chats, tokenizer, count, length, seed)
-        except ValueError as error:  # none is short enough; the others can be measured
+        except data.TooLong as error:  # the others can be measured
             print(f"left out: {error}")
             continue
         print(f"{len(found)} prompts")

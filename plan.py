@@ -150,7 +150,7 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     kept = layers * 4 * C + slot if config.recompute else layers * slot
     # on a GPU a masked kernel reads keys and values once for every query head
     repeated = 2 * each * heads * (2 * heads > grouped)
-    repeated *= (T + A * b) * (1 if config.recompute else layers)
+    repeated *= T + at_once * b if config.recompute else layers * (-(-A // ANCHORS) * T + A * b)
     return {
         "~ drafter: context": B * T * token,
         "~ drafter: blocks": B * (A * b * kept + mask),

@@ -69,8 +69,15 @@ def agree(saved: dict | None, texts: Tensor) -> None:
 
 def log_lines(path: Path, steps: int) -> list[str]:
     """The lines of a log up to a step, which has one for each; those that were lost are counted."""
-    lines = path.read_text().splitlines(keepends=True) if steps and path.is_file() else []
-    lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= steps]
+
+    def number(line: str) -> float:
+        try:
+            return json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            return math.inf
+
+    text = path.read_text(errors="replace") if steps and path.is_file() else ""
+    lines = [line for line in text.splitlines(keepends=True) if number(line) <= steps]
     if len(lines) < steps:
         print(f"{path} has lost {steps - len(lines)} of {steps} lines; the run goes on")
     return lines

@@ -65,11 +65,17 @@ def verify(
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
     logits (B,W+1,V) of the target, drafts (B,W), -1 behind the last that is to be judged, q (B,W,V)
-    what they were drawn from, uniforms (B,W+1) -> number accepted (B,), the next token (B,). At
-    temperature 0, q and uniforms are not looked at: a draft is right or wrong.
+    what they were drawn from, uniforms (B,W+1) -> number accepted (B,), the next token (B,), -1
+    where the logits are NaN. At temperature 0, q and uniforms are not looked at: a draft is right
+    or wrong.
     """
-    B, W = drafts.shape
-    rows = torch.arange(B, device=drafts.device)
+    rows = torch.arange(len(drafts), device=drafts.device)
+    count, token = _judged(logits, drafts, q, sampling, uniforms, rows)
+    return count, torch.where(logits[rows, count].isnan().any(-1), -1, token)
+
+
+def _judged(logits, drafts, q, sampling: Sampling, uniforms, rows: Tensor):
+    W = drafts.shape[1]
     if sampling.temperature == 0:
         best = logits.argmax(-1)  # (B, W+1)
         count = (drafts == best[:, :W]).cumprod(1).sum(1)
@@ -259,6 +265,8 @@ def _generate_batch(
 
 def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, stop: set) -> bool:
     """Append a round's tokens up to a stop token or the limit; True if the prompt goes on."""
+    if new[-1] < 0:
+        raise ValueError("the target's logits are NaN; an overflow? --dtype float32 would tell")
     stopped = next((i for i, token in enumerate(new) if token in stop), None)
     if stopped is not None:
         new, drafted = new[: stopped + 1], drafted[: stopped + 1]

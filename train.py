@@ -262,7 +262,8 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                                      f"{out}, the same command goes on")  # fmt: skip
     if lead and end == config.steps and not (out / "summary.json").is_file():
         drafter.save_pretrained(out)
-        last = json.loads(([*resume.log_lines(out / "log.jsonl", end)] or ["{}"])[-1])
+        lines = resume.log_lines(out / "log.jsonl", end)
+        last = json.loads(lines[-1]) if lines else {}
         als = {key: value for key, value in last.items() if key.startswith("al_")}
         files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
     distributed.meet()
@@ -313,9 +314,9 @@ def main():
     last = files.read_json(done / "summary.json")
     als = ", ".join(f"{v:.3f} at {k[4:]}" for k, v in last.items() if k.startswith("al_t"))
     print(f"{done} is done: AL by temperature {als}, on a quarter of the prompts; of the best mean "
-          f"was {done / 'best'}, at step {totals['best'].get('step')}. To compare in earnest:\n"
-          f"  python bench.py al --target {config.target or out / 'target'} --drafters "
-          f"{config.drafter or 'START'} {done}")  # fmt: skip
+          f"was {done / 'best'}, at step {totals['best'].get('step')}. Beside plain decoding:\n"
+          f"  python bench.py speed --target {config.target or out / 'target'} --drafters "
+          f"{config.drafter} {done}")  # fmt: skip
 
 
 if __name__ == "__main__":

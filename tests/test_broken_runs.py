@@ -222,6 +222,9 @@ def test_a_log_that_lost_lines_is_said_and_the_run_goes_on(begun, tmp_path, monk
         shutil.copy(begun / f"run/specopd/checkpoint{'.1' * age}.pt", log.parent)
     assert ends(monkeypatch) == 0 and "has lost 2 of 2 lines" in capsys.readouterr().out
     assert [json.loads(line)["step"] for line in log.open()] == [3, 4]
+    log.write_bytes(log.read_bytes().replace(b'{"step": 3', b'\xff\0"step": 3'))
+    (log.parent / "summary.json").unlink()
+    assert ends(monkeypatch) == 0 and "has lost 3 of 4 lines" in capsys.readouterr().out
     for name in ("log.jsonl", "summary.json"):  # at the last step
         (log.parent / name).unlink()
     assert ends(monkeypatch) == 0 and (log.parent / "summary.json").is_file()

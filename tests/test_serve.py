@@ -542,3 +542,23 @@ def test_of_several_chains_the_longest_right_one_wins(target):
     assert all(max(r.accepted) == W and r.num_rounds == -(-39 // (W + 1)) for r in several)
     with pytest.raises(ValueError, match="temperature 0"):
         generate(target, oracle, prompts, 40, temperature=1.0, num_branches=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_whose_logits_are_no_numbers_is_an_error(temperature):
+    target = small_target()
+    drafter = small_drafter(target)
+    for later in (False, True):  # at once, or not before the first round
+        target.lm_head.weight.data[3] = torch.nan
+        if later:
+            honest, calls = type(target).head, []
+
+            def head(self, hidden, honest=honest, calls=calls):
+                calls.append(hidden)
+                logits = honest(self, hidden)
+                return logits.nan_to_num() if len(calls) == 1 else logits
+
+            target.head = head.__get__(target)
+        for one in (None, drafter) if not later else (drafter,):
+            with pytest.raises(ValueError, match="logits are NaN"):
+                generate(target, one, [[1, 2, 3]], 8, temperature)
