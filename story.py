@@ -4,7 +4,7 @@ ways on from it for the same number of steps from the same checkpoint; then AL b
 Every stage is kept in --out and not done twice. The paper's comparison in small: what differs
 between the ways is the loss and where its blocks come from, nothing else.
 
-    python train.py                       (about 11 minutes on 2 CPU cores)
+    python train.py                       (about 12 minutes on one CPU core)
     pytest tests/test_train.py
 """
 

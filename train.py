@@ -13,7 +13,7 @@ then continue it in all three ways for the same number of steps from the same ch
 measure the acceptance length (AL) by real decoding on held-out prompts. Every stage is kept in
 --out and not done twice; a run that was stopped goes on where it was.
 
-    python train.py                       the story (about 11 minutes on 2 CPU cores)
+    python train.py                       the story (about 12 minutes on one CPU core)
     python train.py --preset smoke        the same in seconds, too short to learn much
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
     torchrun --nproc_per_node=8 train.py --mode specopd ...       on several processes
