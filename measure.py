@@ -69,6 +69,23 @@ def middle(values: Tensor) -> tuple[float, float]:
     return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
 
 
+@dataclass
+class Tasks:
+    """Acceptance on several tasks, as one: the unweighted mean of their ALs."""
+
+    found: dict[str, Acceptance]
+
+    @property
+    def mean(self) -> float:
+        return sum(one.mean for one in self.found.values()) / len(self.found)
+
+    def resampled(self) -> Tensor:
+        """Of draws of each task's prompts."""
+        return torch.stack([x.resampled(seed=n) for n, x in enumerate(self.found.values())]).mean(0)
+
+    interval = Acceptance.interval
+
+
 def gain(one, other) -> dict:
     """Of one's AL over another's: percent, and the 95 % interval of the paired difference in AL."""
     return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
@@ -197,9 +214,7 @@ def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **h
             print(f"{name[:14]:14s} {len(one.rounds):6d} {one.mean:6.3f}   [{low:.3f}, {high:.3f}] "
                   f"{repeated:9.2f} {speed:10.1f} {slow:7.1f}  " +
                   (f"{speed / slow:.2f}" if same else "THE TEXTS DIFFER"))  # fmt: skip
-        mean = sum(one.mean for one in found.values()) / len(found)
-        draws = [one.resampled(seed=i) for i, one in enumerate(found.values())]
-        low, high = middle(sum(draws) / len(draws))
+        mean, (low, high) = Tasks(found).mean, Tasks(found).interval()
         print(f"{'mean of tasks':21s} {mean:6.3f}   [{low:.3f}, {high:.3f}]")
         for title, values in (("survival", "survival"), ("given those before", "conditional")):
             print(f"{title}: share of rounds that accept draft 1, 2, ...")

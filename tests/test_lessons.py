@@ -103,9 +103,10 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
         (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
     drafter = folders / "drafter"
     done = run(ROOT / "bench.py", "al", "--target", folders / "target", "--drafters", drafter,
-               "--tasks", "sums.jsonl", "words.jsonl", "--max-new-tokens", 9, "--out", "b",
+               drafter, "--tasks", "sums.jsonl", "words.jsonl", "--max-new-tokens", 9, "--out", "b",
                cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("+0.0 % [+0.00, +0.00]") == 2  # over itself
     row = json.loads((tmp_path / "b/summary.json").read_text())["al"][str(drafter)]["t1"]["al"]
     assert row["mean"] == pytest.approx((row["sums"] + row["words"]) / 2) and row["mean"] >= 1
     assert f"{row['mean']:.3f}" in done.stdout
