@@ -19,6 +19,7 @@ bench_training.py (the first five), bench_serving.py, claims.py and report.py.
 """
 
 import dataclasses
+import inspect
 import sys
 import time
 from dataclasses import dataclass
@@ -180,14 +181,16 @@ def main():
                 "scale": bench_scale, "claims": claims, "report": report}  # fmt: skip
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
-        files.parse_flags(BenchConfig, __doc__, ["--help"])
+        files.parse_flags(BenchConfig, __doc__, ["--help"], name="bench.py NAME")
     if command not in commands:
         raise ValueError(f"bench.py {command}: there is {', '.join(commands)}")
-    kinds = {"claims": ClaimsConfig, "report": ReportConfig}
-    config = files.parse_flags(kinds.get(command, BenchConfig), __doc__, sys.argv[2:])
+    kind = {"claims": ClaimsConfig, "report": ReportConfig}.get(command, BenchConfig)
+    run = commands[command]
+    told = inspect.getdoc(run if kind is BenchConfig else sys.modules[run.__module__])
+    config = files.parse_flags(kind, told, sys.argv[2:], name=f"bench.py {command}")
     if command == "scale":
         config = dataclasses.replace(config, device=distributed.start(config.device))
-    figures = commands[command](config)
+    figures = run(config)
     path = Path(config.out) / "summary.json"
     if figures is None:
         return

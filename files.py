@@ -143,10 +143,11 @@ def check_values(found: dict, config_class, source: str) -> None:
             raise ValueError(f"{source}: {key} = {value!r}; there is {', '.join(choices)}")
 
 
-def parse_flags(config_class, description: str, argv=None, presets: dict | None = None):
-    """Flags of a frozen dataclass. Of defaults, --preset, --config FILE, flags the last wins."""
+def parse_flags(config_class, description: str, argv=None, presets=None, name=None):
+    """Flags of a frozen dataclass. Of defaults, --preset, --config FILE, flags the last wins. name:
+    of the command, by default the file's."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(description=description, formatter_class=style, allow_abbrev=False)
+    parser = _Parser(name, description=description, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
     if presets:
         parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
