@@ -236,7 +236,6 @@ class Drafter(nn.Module):
             return best, None
         q = sampling.probs(logits)
         tokens = draw(q, uniforms.transpose(1, 2)).transpose(1, 2)  # (R, K, W)
-        tokens = tokens.clamp(max=q.shape[-1] - 1)  # of a q that is NaN, whose loss will tell
         return torch.cat([best[:, :num_greedy], tokens[:, num_greedy:]], 1), q[:, None]
 
     def propose(
@@ -344,7 +343,6 @@ class Sequential(Drafter):
             if uniforms is not None:
                 kept.append(sampling.probs(logits).expand(*before.shape, -1))  # (R, K, 1, V)
                 drawn = draw(kept[-1], uniforms[:, :, k : k + 1, None])[..., 0]
-                drawn = drawn.clamp(max=logits.shape[-1] - 1)
                 best = torch.cat([best[:, :num_greedy], drawn[:, num_greedy:]], 1)
             tokens.append(best)
             before = best

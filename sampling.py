@@ -51,4 +51,5 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     upto = probs.cumsum(-1)
     whole = upto[..., -1:]
     point = torch.minimum(uniforms * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    return torch.searchsorted(upto, point.contiguous(), right=True)
+    found = torch.searchsorted(upto, point.contiguous(), right=True)
+    return found.clamp(max=probs.shape[-1] - 1)  # of NaN the last: a loss or `verify` will tell

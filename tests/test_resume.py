@@ -107,10 +107,10 @@ def test_damaged_checkpoints_step_aside(tmp_path):
 def test_processes_that_do_not_share_a_disk_are_told(monkeypatch):
     texts, other = torch.arange(6), torch.arange(6) + 1
     theirs = []  # what the other process sends
-    monkeypatch.setattr(distributed, "total", lambda x: theirs.append(x) or x)
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    monkeypatch.setattr(distributed, "total", lambda x: theirs.append(x) or 2 * x)
     resume.agree(None, texts)
     resume.agree(None, other)
-    monkeypatch.setattr(distributed, "size", lambda: 2)
     for sent, word in zip(theirs, (None, "different references")):
         monkeypatch.setattr(distributed, "total", lambda x, sent=sent: x + sent)
         if word:
