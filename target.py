@@ -17,6 +17,7 @@ different counts.
 
 import math
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,6 +106,19 @@ class Scored:
     states: list[dict]  # what each layer remembers of the nodes, (B, N, ...)
 
 
+@contextmanager
+def few_rows(rows: int, weight: Tensor):
+    """Within, one or two rows in bfloat16 on a CPU are multiplied by torch's own kernel, which
+    takes half as long as oneDNN's, torch's choice; with more rows oneDNN is the faster one."""
+    own = rows <= 2 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = before and not own
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
 class Target(nn.Module):
     """A decoder with its head. Frozen, once it is made or loaded."""
 
@@ -123,8 +137,11 @@ class Target(nn.Module):
     # -- running
 
     def head(self, hidden: Tensor) -> Tensor:
-        """(…, C) -> logits (…, V)."""
-        return self.lm_head(hidden)
+        """(…, C) -> logits (…, V). Given a slice with gaps between its rows, torch would copy the
+        whole vocabulary's matrix; flat rows it takes as they lie."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        with few_rows(len(rows), self.lm_head.weight):
+            return self.lm_head(rows).view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B,T) -> logits (B,T,V); no cache, no taps. The judge of every other path."""
@@ -179,7 +196,8 @@ class Target(nn.Module):
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         past = [self._reaching(state, T, trunk.width) for state in trunk.states]
-        node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
+        with few_rows(tree.tokens.numel(), self.lm_head.weight):
+            node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
         if not tree.only_nodes:
