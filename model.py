@@ -42,7 +42,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     R, D = cos.shape[-1], x.shape[-1]
     if R < D:
         return torch.cat([rotate(x[..., :R], rope), x[..., R:]], -1)
-    return torch.addcmul((wide := x.float()) * cos, wide.roll(R // 2, -1), sin).to(x.dtype)
+    return ((wide := x.float()) * cos).addcmul_(wide.roll(R // 2, -1), sin).to(x.dtype)
 
 
 def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
