@@ -12,7 +12,7 @@ import serve
 from bench import BenchConfig, Clock, held_out_prompts, load, median_time
 from drafter import Drafter
 from measure import Measure, Tasks, by_task, decoding_speed, evaluate, gain, read_tasks, shown
-from target import Target, few_rows
+from target import Target, one_row
 
 
 def loaded(config: BenchConfig, command: str):
@@ -205,7 +205,7 @@ def bench_hf(config: BenchConfig) -> dict:
 
     matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
     row = {m.in_features: torch.randn(1, 1, m.in_features, dtype=kind) for m in matrices}
-    with few_rows(1, matrices[0].weight):
+    with one_row(1, matrices[0].weight):
         times = median_time(lambda: [m(row[m.in_features]) for m in matrices], config.repeats)
         floor = times["low"]
     print(f"{kind}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} [median]")

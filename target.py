@@ -107,16 +107,20 @@ class Scored:
 
 
 @contextmanager
-def few_rows(rows: int, weight: Tensor):
-    """Within, one or two rows in bfloat16 on a CPU are multiplied by torch's own kernel, which
-    takes half as long as oneDNN's, torch's choice; with more rows oneDNN is the faster one."""
-    own = rows <= 2 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = before and not own
+def one_row(rows: int, weight: Tensor):
+    """Within, a single row in bfloat16 on a CPU is multiplied by torch's own kernel, which takes
+    about half as long as oneDNN's, torch's choice; more rows do not gain. weight: one of those it
+    is multiplied by. The switch is the whole process's."""
+    flags = torch.backends.mkldnn
+    plain = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.stride(-1) == 1
+    own = rows == 1 and plain and flags.enabled
+    if own:
+        flags.enabled = False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        if own:
+            flags.enabled = True
 
 
 class Target(nn.Module):
@@ -140,8 +144,8 @@ class Target(nn.Module):
         """(…, C) -> logits (…, V). Given a slice with gaps between its rows, torch would copy the
         whole vocabulary's matrix; flat rows it takes as they lie."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        with few_rows(len(rows), self.lm_head.weight):
-            return self.lm_head(rows).view(*hidden.shape[:-1], -1)
+        with one_row(len(rows), self.lm_head.weight):
+            return self.lm_head(rows).view(*hidden.shape[:-1], self.config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B,T) -> logits (B,T,V); no cache, no taps. The judge of every other path."""
@@ -196,7 +200,7 @@ class Target(nn.Module):
         B, A, K, W1 = tree.slots.shape
         T = tree.num_trunk_slots
         past = [self._reaching(state, T, trunk.width) for state in trunk.states]
-        with few_rows(tree.tokens.numel(), self.lm_head.weight):
+        with one_row(tree.tokens.numel(), self.lm_head.weight):
             node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
         hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)

@@ -435,7 +435,7 @@ def test_bfloat16_errs_no_more_than_half_again_as_much_as_transformers(tmp_path,
     mine, others = ((x.float() - wanted).square().mean().sqrt() for x in (ours(tokens), logits))
     print(f"{family}: error {mine:.2e}, transformers' {others:.2e}, ratio {mine / others:.2f}")
     assert mine <= 1.5 * others
-    single = one_by_one(ours, tokens[:1], 32)  # one row takes another kernel, see few_rows
+    single = one_by_one(ours, tokens[:1], 32)  # one row takes another kernel, see one_row
     mine, others = ((x - wanted[:1, 32:]).square().mean().sqrt()
                     for x in (single, logits[:1, 32:].float()))  # fmt: skip
     print(f"one by one: error {mine:.2e}, transformers' {others:.2e}, ratio {mine / others:.2f}")

@@ -6,7 +6,7 @@ import torch
 from conftest import ARCHS, small_target, state_gap
 
 import replay
-from target import Target, default_taps, few_rows
+from target import Target, default_taps, one_row
 from tokenizer import write_byte_tokenizer
 from tree import build_tree
 
@@ -206,11 +206,11 @@ def test_checkpoints_are_kept_while_committing(arch):
 
 
 @pytest.mark.parametrize(
-    "dtype, rows, own",
-    [(torch.bfloat16, 1, True), (torch.bfloat16, 2, True), (torch.bfloat16, 3, False),
-     (torch.float32, 1, False)],
+    "dtype, rows, drafts, own",
+    [(torch.bfloat16, 1, 0, True), (torch.bfloat16, 2, 0, False), (torch.bfloat16, 1, 1, False),
+     (torch.bfloat16, 1, 7, False), (torch.float32, 1, 0, False)],
 )  # fmt: skip
-def test_one_or_two_rows_in_bfloat16_take_torchs_own_kernel(dtype, rows, own):
+def test_a_single_row_in_bfloat16_takes_torchs_own_kernel(dtype, rows, drafts, own):
     """In the layers and in the head; whatever happens there, what was chosen before comes back."""
     target, seen = small_target(), []
     target.to(dtype)
@@ -218,20 +218,27 @@ def test_one_or_two_rows_in_bfloat16_take_torchs_own_kernel(dtype, rows, own):
         module.register_forward_hook(lambda *_: seen.append(torch.backends.mkldnn.enabled))
     tokens, lengths = text(rows, 9), torch.full((rows,), 8)
     trunk = target.prefill(tokens[:, :8], lengths, checkpoint_every=0)
-    none = tokens.new_zeros(rows, 1, 1, 0)
-    tree = build_tree(tokens, lengths, lengths[:, None], none, False, True)
+    chain = tokens.new_ones(rows, 1, 1, drafts)
+    tree = build_tree(tokens, lengths, lengths[:, None], chain, False, True)
     for before in (True, False):
         torch.backends.mkldnn.enabled = before
         try:
             seen.clear()
-            target.head(target.score(trunk, tree).hidden[:, 0, 0, 0])
+            target.head(target.score(trunk, tree).hidden[:, 0])
             assert seen == [before and not own] * 2
             assert torch.backends.mkldnn.enabled == before
-            with pytest.raises(RuntimeError), few_rows(rows, target.lm_head.weight):
+            with pytest.raises(RuntimeError), one_row(rows, target.lm_head.weight):
                 torch.ones(2) @ torch.ones(3)
             assert torch.backends.mkldnn.enabled == before
         finally:
             torch.backends.mkldnn.enabled = True
+
+
+def test_a_matrix_laid_out_by_columns_stays_with_onednn():
+    """Torch's own kernel would take ten times as long."""
+    for weight in (torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 8).bfloat16().t()):
+        with one_row(1, weight):
+            assert torch.backends.mkldnn.enabled == (weight.stride(-1) != 1)
 
 
 def test_a_head_given_a_slice_multiplies_flat_rows():
@@ -239,7 +246,7 @@ def test_a_head_given_a_slice_multiplies_flat_rows():
     target, shapes = small_target(), []
     target.lm_head.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
     hidden = torch.randn(3, 7, target.config.hidden_size)
-    for part in (hidden[:, -1:], hidden[:1, -4:], hidden[:, -1], hidden[0, 0]):
+    for part in (hidden[:, -1:], hidden[:1, -4:], hidden[:, -1], hidden[0, 0], hidden[:0]):
         logits = target.head(part)
         assert logits.shape == (*part.shape[:-1], target.config.vocab_size)
         torch.testing.assert_close(logits, part @ target.lm_head.weight.T)
