@@ -118,13 +118,13 @@ def test_tensors_to_be_sent_are_where_the_backend_wants_them(monkeypatch):
 def test_a_run_on_a_spread_target_is_the_run_on_a_whole_one_and_does_not_hang(folders, tmp_path):
     """Processes out of step: one measures after every step, rollouts end when they end."""
     made = train(folders, tmp_path, 0, "--out", "one", "--eval-every", 1)
-    assert made.returncode == 0, made.stderr[-2000:]
+    assert made.returncode == 0, made.stderr
     given = ("--references", "one/references.safetensors", "--eval-every", 1, "--cache-gib", 0)
     logs = []
     for mode in ("specopd", "rollout"):
         asked = ("--out", "two", "--mode", mode, "--shard-target")
         spread = train(folders, tmp_path, 2, *asked, *given)
-        assert spread.returncode == 0, spread.stderr[-2000:]
+        assert spread.returncode == 0, spread.stderr
         logs.append([json.loads(line) for line in (tmp_path / f"two/{mode}/log.jsonl").open()])
         assert len(logs[-1]) == 4 and all("al_t0" in record for record in logs[-1])
     alone = [json.loads(line) for line in (tmp_path / "one/specopd/log.jsonl").open()]
@@ -181,7 +181,7 @@ def test_torchrun_trains_resumes_on_another_number_and_says_what_does_not_fit(fo
         train(folders, tmp_path, 0, "--out", "two"),  # one process goes on where two stopped
         train(folders, tmp_path, 0, "--out", "one"),
     ):
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, done.stderr
     texts = [(tmp_path / out / "specopd/log.jsonl").read_text() for out in ("two", "one")]
     logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert [[r["step"] for r in log] for log in logs] == [[1, 2, 3, 4]] * 2
