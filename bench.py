@@ -13,9 +13,9 @@
     python bench.py report      one Markdown report of such folders, with pictures
     python bench.py hf          plain greedy decoding and prefill against transformers, if installed
 
-Times are medians over repeats after a warm-up, with the spread; sizes and seeds are flags. The
-figures go to the terminal and to summary.json in --out. What each measures stands in
-bench_training.py (the first five), bench_serving.py, claims.py and report.py.
+Times are medians over repeats after a warm-up, with the spread (decode: one pass); sizes and seeds
+are flags. The figures go to the terminal and to summary.json in --out. What each measures stands
+in bench_training.py (the first five), bench_serving.py, claims.py and report.py.
 """
 
 import dataclasses
@@ -54,15 +54,18 @@ class BenchConfig:
     trunk_length: tuple = flag((512,), "tree: tokens of the trunk, one or several; replay, "
                                "throughput, activity, scale, hf: one",
                                kind=int, low=2)  # fmt: skip
-    num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several", kind=int, low=1)
-    num_branches: int = flag(1, "tree: branches per anchor; throughput: beside 1 and 2", low=1)
-    num_draft_tokens: int = flag(7, "tree: W, where no drafter sets it", low=1)
+    num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several; replay, activity, "
+                              "scale: one", kind=int, low=1)
+    num_branches: int = flag(1, "tree, scale: branches per anchor; throughput: beside 1 and 2",
+                             low=1)  # fmt: skip
+    num_draft_tokens: int = flag(7, "replay: W; tree: where no drafter sets it", low=1)
     num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; speed: "
                             "or as many as are decoded at once; throughput: 32 at least",
                             low=1)  # fmt: skip
     batch_size: int = flag(8, "scale: texts per step", low=1)
     prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
-    max_new_tokens: int = flag(200, "decode, al, speed: tokens generated per prompt", low=2)
+    max_new_tokens: int = flag(200, "decode, al, speed, chains, hf: tokens generated per prompt",
+                               low=2)  # fmt: skip
     concurrency: tuple = flag((1, 8, 32), "speed: prompts decoded at once", kind=int, low=1)
     temperature: float = flag(0.0, "speed: of decoding", low=0)
     device: str = flag("cpu", "cpu or cuda")

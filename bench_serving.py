@@ -118,7 +118,7 @@ def bench_speed(config: BenchConfig) -> dict:
                     found[name] += [one] * (repeat > 0)
             row = rows[task] = {}
             for name, ones in found.items():
-                speeds = sorted(sum(map(len, one.texts)) / one.seconds for one in ones)
+                speeds = sorted(one.tokens_per_s for one in ones)
                 row[name] = {"tokens_per_s": speeds[len(speeds) // 2], "low": speeds[0],
                              "high": speeds[-1], "al": ones[0].mean if arms[name] else 1.0,
                              "same_text": heat > 0 or ones[0].texts == found["off"][0].texts}

@@ -43,8 +43,8 @@ class ClaimsConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mode != "story" or self.stop_after:
-            raise ValueError("bench.py claims sets --mode itself and has no --stop-after")
+        if self.mode != "story" or self.stop_after or self.plan:
+            raise ValueError("bench.py claims sets --mode itself, has no --stop-after, no --plan")
 
 
 @dataclass(frozen=True)
@@ -323,10 +323,10 @@ def read(config: ClaimsConfig, name: str) -> dict:
     return found
 
 
-def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]:
+def table(name: str, found: dict) -> tuple[list[str], dict]:
     """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL (on a
     quarter of the prompts). In brackets the 95 % interval of the difference in AL."""
-    lines = [f"| {name} | seeds | T = 0 | over {base} [AL] | T = 1 | over {base} [AL] | best: "
+    lines = [f"| {name} | seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: "
              "T = 0 | T = 1 |", "|---" * 8 + "|"]  # fmt: skip
     figures = {}
     for arm, ats in found.items():
@@ -334,13 +334,13 @@ def table(name: str, found: dict, base: str = "start") -> tuple[list[str], dict]
         cells = [arm, str(len(ats["last"]["t0"].found))]
         for t, one in ats["last"].items():
             row[t] = {"al": one.mean, "survival": one.survival}
-            if arm != base and base in found:
+            if arm != "start" and "start" in found:
                 row[t]["over"] = {
                     other: one.over(of["last"][t])
                     for other, of in found.items()
                     if other != arm and one.found.keys() & of["last"][t].found.keys()
                 }
-            cells += [f"{one.mean:.3f}", shown(row[t]["over"][base]) if "over" in row[t] else ""]
+            cells += [f"{one.mean:.3f}", shown(row[t]["over"]["start"]) if "over" in row[t] else ""]
         for t, one in ats["best"].items():
             row[t] |= {"best_al": one.mean, "best_survival": one.survival}
             cells.append(f"{one.mean:.3f}")

@@ -120,15 +120,15 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
     return torch.tensor(found)
 
 
-def reliability(logits: Tensor, accepted: Tensor, bins: int = 10) -> tuple[float, list]:
-    """How far survival probabilities are from how often drafts survive: the mean gap over bins
+def reliability(logits: Tensor, accepted: Tensor) -> tuple[float, list]:
+    """How far survival probabilities are from how often drafts survive: the mean gap over ten bins
     weighted by their size (expected calibration error), and (predicted, seen, count) of each."""
     steps = torch.arange(logits.shape[1])
     survival = logits.sigmoid().cumprod(-1).flatten().double()
     survived = (accepted[:, None] > steps).flatten().double()
-    which = (survival * bins).long().clamp(max=bins - 1)
+    which = (survival * 10).long().clamp(max=9)
     rows = []
-    for one in range(bins):
+    for one in range(10):
         inside = which == one
         if count := int(inside.sum()):
             rows.append((survival[inside].mean().item(), survived[inside].mean().item(), count))
@@ -159,16 +159,16 @@ def rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tenso
     return torch.stack(kept), torch.tensor(counts)
 
 
-def profile(target, drafter, measure: Measure, rows: int, most: int = 24) -> Tensor:
+def profile(target, drafter, measure: Measure, rows: int) -> Tensor:
     """Seconds of a whole round in which each of so many rows verifies 0, 1, ... W drafts (W+1,),
     the fastest of real rounds, made monotonous."""
     best = []
     for count in range(drafter.config.num_draft_tokens + 1):
         watch = Stopwatch(count, rows)
         prompts = (measure.prompts * (1 + rows // len(measure.prompts)))[:rows]
-        generate(target, drafter, prompts, most, seed=measure.seed, batch_size=rows, choose=watch)
+        generate(target, drafter, prompts, 24, seed=measure.seed, batch_size=rows, choose=watch)
         if len(watch.times) < 2:
-            raise ValueError("too few rounds to profile: more tokens per prompt are needed")
+            raise ValueError("too few rounds to profile: every prompt ended with its first tokens")
         best.append(torch.tensor(watch.times, dtype=torch.double).diff().min().item())
     return torch.tensor(best).cummax(0).values
 
@@ -257,9 +257,8 @@ def main():
             evaluate(target, drafter, second.prompts[:size], 8, config.temperature, **how)
             one = evaluate(target, drafter, second.prompts, config.max_new_tokens,
                            config.temperature, config.seed, second.stop_ids, **how)  # fmt: skip
-            speed = one.committed.sum().item() / one.seconds
             nodes = (one.nodes.sum() / one.rounds.sum()).item()
-            print(f"{size:6d} {name:11s} {one.mean:5.3f} {nodes:17.2f} {speed:10.1f}")
+            print(f"{size:6d} {name:11s} {one.mean:5.3f} {nodes:17.2f} {one.tokens_per_s:10.1f}")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def read_prompts(path, skip_bad_lines: bool = False) -> list[list[dict]]:
             reason = f"lacks {error}" if isinstance(error, KeyError) else error
             message = f"{path}:{number}: bad line: {reason}"
             if not skip_bad_lines:
-                raise ValueError(f"{message} (with --skip-bad-lines training goes on)") from None
+                raise ValueError(f"{message} (train.py and references.py can leave such lines "
+                                 "out: --skip-bad-lines)") from None  # fmt: skip
             bad += 1
             print(message, file=sys.stderr)
     if bad:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import flat, load_weights, save_tensors, tensor_files
+from checkpoint import checkpoint_folder, flat, load_weights, save_tensors, tensor_files
 from drafter_config import DrafterConfig
 from files import read_json, write_json
 from heads import CandidateSelector, ConfidenceHead, ConvolvedLayer, MarkovHead
@@ -283,8 +283,8 @@ class Drafter(nn.Module):
         architecture: str = "DFlashDraftModel", **fields,
     ):  # fmt: skip
         """An untrained drafter of the target's width; `fields` of its config. Its backbone is the
-        same for every kind, and so is at first what it proposes (but for DFlash 2's top k). MASK:
-        the first row beyond the tokenizer."""
+        same for every kind; DFlash 2 proposes what DFlash does, of its top k. MASK: the first row
+        beyond the tokenizer."""
         if mask_token_id is None:
             mask_token_id = target.num_tokens
             if mask_token_id >= target.config.vocab_size:
@@ -309,10 +309,10 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """A published drafter folder of any kind, on the target's device; sets the target's taps to
-        the drafter's. dtype None keeps the file's (bfloat16 as published); training wants
-        float32."""
-        folder = Path(folder)
+        """A published drafter folder (or hub's name) of any kind, on the target's device; sets the
+        target's taps to the drafter's. dtype None keeps the file's (bfloat16 as published);
+        training wants float32."""
+        folder = checkpoint_folder(str(folder))
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source))
         config = config.beside(tensor_files(folder))

@@ -1,6 +1,6 @@
 # What only a GPU can show, in under ten minutes: sh gpu.sh
-# Packed = alone in bfloat16, the small story, SpecOPD against rollouts on a target of 1.1 G numbers
-# (random ones: its speed is a trained one's, its acceptance length is not), with and without
+# Packed = alone in bfloat16, the small story, SpecOPD against rollouts on targets of 1.2 and 1.6 G numbers
+# (random ones: their speed is a trained one's, their acceptance length is not), with and without
 # --compile. Not yet run: no GPU was at hand.
 set -eu
 out=${1:-runs/gpu}

@@ -232,7 +232,7 @@ def chunked(
 
 
 def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
-    """Muon for the layers' matrices, AdamW for embeddings, heads and norms; AdamW alone with
+    """Muon for matrices, AdamW for those looked up by row (ROWS) and for vectors; AdamW alone with
     matrix_lr 0."""
     matrices, rest = [], []
     for name, parameter in module.named_parameters():

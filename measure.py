@@ -41,6 +41,10 @@ class Acceptance:
         return self.committed.sum().item() / self.rounds.sum().item()
 
     @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.texts)) / self.seconds
+
+    @property
     def survival(self) -> list[float]:
         return (self.survived.sum(0) / self.rounds.sum()).tolist()
 
@@ -50,11 +54,11 @@ class Acceptance:
         before = [1.0, *self.survival[:-1]]
         return [s / b if b else None for s, b in zip(self.survival, before)]
 
-    def resampled(self, samples: int = 2000, seed: int = 0) -> Tensor:
-        """ALs of so many draws of prompts with replacement; of one seed and number of prompts they
+    def resampled(self, seed: int = 0) -> Tensor:
+        """ALs of 2,000 draws of prompts with replacement; of one seed and number of prompts they
         draw the same ones."""
         P = len(self.rounds)
-        picks = torch.randint(P, (samples, P), generator=torch.Generator().manual_seed(seed))
+        picks = torch.randint(P, (2000, P), generator=torch.Generator().manual_seed(seed))
         rounds = self.rounds[picks].sum(1).double()  # 0 where only prompts without any were drawn
         return torch.where(rounds > 0, self.committed[picks].sum(1) / rounds, self.mean)
 
@@ -140,7 +144,7 @@ class Measure:
         )  # fmt: skip
 
 
-def decoding_speed(target, drafter, measure: Measure, count: int = 8) -> dict:
+def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
     """Greedy, batch 1: plain and speculative decoding of the same prompts in turn, tokens/s
     each."""
     tokens, seconds, same = {"plain": 0, "speculative": 0}, {"plain": 0.0, "speculative": 0.0}, True
@@ -204,7 +208,7 @@ def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **h
               "x")  # fmt: skip
         rows = {}
         for name, one in found.items():
-            speed, slow = (sum(map(len, a.texts)) / a.seconds for a in (one, plain[name]))
+            speed, slow = one.tokens_per_s, plain[name].tokens_per_s
             same = temperature > 0 or one.texts == plain[name].texts
             repeated = one.repeated.mean().item()
             rows[name] = {"al": one.mean, "interval": one.interval(), "repeated": repeated,

@@ -67,16 +67,14 @@ def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int, every=None) -
     c, every = config, every or replay.spacing(config, size)
     linear = sum(c.is_linear(i) for i in range(c.num_hidden_layers))
     attention = c.num_hidden_layers - linear
-    keys = c.linear_num_key_heads * c.linear_key_head_dim
-    values = c.linear_num_value_heads * c.linear_value_head_dim
     sparse = 2 * c.indexer_head_dim if c.streams else 0
     ngram = len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * size) if c.streams else 0
-    token = size * (2 * keys + values) + 4 * (keys + values + c.linear_num_value_heads)
-    state = 4 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    token = replay.token_bytes(c, size)
     return {
         "keys and values": T * attention * size * (2 * c.num_key_value_heads * c.head_dim + sparse),
         "linear layers' tokens": T * (linear * token + ngram),
-        "recurrent states": linear * (T // every + 1) * (state + 8),  # the last one is kept, too
+        # the last one is kept, too
+        "recurrent states": linear * (T // every + 1) * (replay.state_bytes(c) + 8),
         "hidden and taps": T * (size * c.hidden_size * (1 + taps) + 8),
     }
 
@@ -110,7 +108,7 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     kept = sum(trunk_bytes(c, 1, taps, size).values())
     kept -= trunk_bytes(c, 1, 0, size)["recurrent states"]
     # recurrent state at every anchor, in one layer at a time: gathered, decayed, and beside it
-    state = 12 * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    state = 3 * replay.state_bytes(c)
     at_work = (6 * c.hidden_size + 3 * wide) * size  # of a token in a layer of the target
     return {
         "~ tree: what it keeps": B * nodes * kept,
@@ -190,6 +188,8 @@ def on_meta(config) -> tuple[Target, Drafter]:
             raise ValueError(f"--plan: --target {config.target or '(none)'} is no folder with a "
                              f"config.json and none of {', '.join(SIZES)}")  # fmt: skip
         found = read_json(path)
+        if "block_size" in found:
+            raise ValueError(f"--plan: {config.target} holds a drafter, not a target")
     with torch.device("meta"):
         target = Target(ModelConfig.from_dict(found, config.target)).requires_grad_(False)
         if config.drafter:

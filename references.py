@@ -28,7 +28,6 @@ from tqdm import tqdm
 import data
 import distributed
 import files
-from checkpoint import checkpoint_folder
 from data import References
 from files import flag
 from prepare import provenance, weights_of
@@ -61,7 +60,7 @@ class ReferencesConfig:
             raise ValueError("--target FOLDER is needed: its tokenizer cuts the prompts")
 
 
-TRIES = 6  # a minute in all
+TRIES = 6  # half a minute of waiting in all
 
 
 @dataclass
@@ -165,7 +164,7 @@ def make(config: ReferencesConfig, place: str) -> dict:
     """Every part that is not there yet, this process's share of them; then all in one file."""
     config = dataclasses.replace(config, device=place)
     out, lead = Path(config.out), distributed.rank() == 0
-    tokenizer = data.load_tokenizer(checkpoint_folder(config.target))
+    tokenizer = data.load_tokenizer(config.target)
     corpus = data.load_corpus(config.corpus or None, config.skip_bad_lines)
     prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
                                 config.prompt_length, config.seed)  # fmt: skip

@@ -37,14 +37,25 @@ def by_position(state: dict) -> list[str]:
     return [name for name in state if name not in fixed]
 
 
+def token_bytes(config, size: int) -> int:
+    """What a linear layer keeps of each token: q, k, v before the convolution (`size` bytes a
+    number), k, u and g of the rule in float32."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return size * (2 * keys + values) + 4 * (keys + values + config.linear_num_value_heads)
+
+
+def state_bytes(config) -> int:
+    """A linear layer's state, float32."""
+    per_head = config.linear_key_head_dim * config.linear_value_head_dim
+    return 4 * config.linear_num_value_heads * per_head
+
+
 def spacing(config, size: int) -> int:
     """Tokens between checkpoints: so many that these take no more memory than what is kept of each
     token (`size` bytes a number of its dtype) anyway, in whole chunks, whose ends cost a prefill
     nothing. More could save at most half, and make replays longer."""
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    state = 4 * values * config.linear_key_head_dim * config.linear_value_head_dim
-    wide = keys * config.linear_key_head_dim, values * (config.linear_value_head_dim + 1)
-    tokens = state // (4 * sum(wide) + size * (2 * wide[0] + wide[1]))
+    tokens = state_bytes(config) // token_bytes(config, size)
     return max(1, -(-tokens // CHUNK)) * CHUNK
 
 

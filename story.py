@@ -49,7 +49,7 @@ def story(config: TrainConfig, out: Path) -> None:
         drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
     rows = {}
     for name, drafter in drafters.items():
-        share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and always 1
+        share = 0.25 if name == "fresh" else 1.0  # a round for every token: slow, and about 1
         rows[name] = {t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES}
     last = drafters["specopd" if "specopd" in drafters else config.ways[-1]]
     speeds = decoding_speed(target, last, measure, count=32)

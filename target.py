@@ -372,12 +372,12 @@ def train_toy(toy: Target, rows: Tensor, held: Tensor, steps: int, length: int, 
     return bits
 
 
-def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Layers whose outputs the drafter reads, evenly spread from the second to the fourth to last
-    (36 layers: 1, 9, 17, 25, 33); a shallow target gives what it has."""
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Five layers whose outputs the drafter reads, evenly spread from the second to the third to
+    last (36 layers: 1, 9, 17, 25, 33); a shallow target gives what it has."""
     if num_layers < 8:
         return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 2} - {-1}))
-    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    return tuple(round(1 + i * (num_layers - 4) / 4) for i in range(5))
 
 
 def main():

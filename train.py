@@ -106,7 +106,7 @@ class TrainConfig:
     detach_confidence: str = flag("online", "when that loss teaches its head alone: online (not in "
                                   "ce), always, never",
                                   choices=("online", "always", "never"))  # fmt: skip
-    ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0)
+    ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0.01)
     merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
     matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
     lr: float = flag(1e-3, "AdamW's rate, for the rest", low=0)

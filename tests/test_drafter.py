@@ -289,7 +289,7 @@ def test_gradients_reach_every_parameter_of_the_drafter_and_none_of_the_target(t
     assert all(p.grad is None for p in target.parameters())
 
 
-def test_fresh_drafters_of_all_kinds_begin_as_dflash(target):
+def test_fresh_drafters_begin_with_dflashs_backbone_and_dflash2_with_its_drafts(target):
     tokens, lengths, anchors = case(target)
     trunk = target.prefill(tokens, lengths)
     plain = Drafter.fresh(target, 2, 5)
