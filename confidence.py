@@ -215,6 +215,8 @@ def main():
     config = files.parse_flags(ConfidenceConfig, __doc__)
     if not (config.target and config.drafter):
         raise ValueError("--target FOLDER and --drafter FOLDER are needed")
+    if not Path(config.drafter).is_dir():
+        raise ValueError(f"{config.drafter} is no folder: its confidence is kept beside a drafter")
     kind = files.dtype_of(config)
     target = Target.from_pretrained(config.target, config.device, kind)
     drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)

@@ -124,6 +124,8 @@ def prepare(config, out: Path):
     if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
+    if config.drafter:
+        start_drafter(config, target, tokenizer)  # what does not fit is said before texts are made
     held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts,
                              config.prompt_length, config.seed + 1)  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)

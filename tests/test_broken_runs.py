@@ -211,6 +211,18 @@ def test_a_rate_beyond_all_measure_ends_in_a_line(begun, tmp_path, monkeypatch, 
     assert "2 steps in a row went wrong" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_drafter_that_does_not_fit_is_named_before_texts_are_made(
+    begun, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(begun, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    for more, words in ((("--drafter", "none/at/all"), "none/at/all/config.json is missing"),
+                        (("--block-size", "7"), "cannot change it")):  # fmt: skip
+        assert ends(monkeypatch, "--out", "new", *more) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
+        assert not Path("new/references.safetensors").exists()
+
+
 def test_a_log_that_lost_lines_is_said_and_the_run_goes_on(begun, tmp_path, monkeypatch, capsys):
     shutil.copytree(begun, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
