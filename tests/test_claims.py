@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -135,6 +136,7 @@ def test_four_ways_on_from_a_given_start(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
     assert set(found) == {"start", "ce", "e2e", "rollout", "specopd"}
-    other = run(ROOT / "bench.py", "claims", *pair[:3], folders, *flags(sizes), "--out", "c",
+    other = shutil.copytree(folders / "drafter", tmp_path / "other")
+    other = run(ROOT / "bench.py", "claims", *pair[:3], other, *flags(sizes), "--out", "c",
                 cwd=tmp_path)  # fmt: skip
     assert other.returncode == 2 and "was made with drafter" in other.stderr
