@@ -34,6 +34,7 @@ def line_of(xs: list, ys: list) -> tuple[float, float, float]:
 def bench_tree(config: BenchConfig) -> dict:
     """One prefill and one pass over the tree, against one run of the whole prefix per branch, for
     every trunk length and number of anchors; and what a node costs."""
+    _check_anchors(config)
     target, drafter = load(config)
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
     K, figures = config.num_branches, []
@@ -66,10 +67,13 @@ def bench_tree(config: BenchConfig) -> dict:
     return {"rows": figures}
 
 
+def _check_anchors(config) -> None:
+    if max(config.num_anchors) >= min(config.trunk_length):
+        raise ValueError("--num-anchors: fewer than --trunk-length are needed")
+
+
 def _anchors(config, T: int, A: int) -> tuple[torch.Tensor, torch.Generator]:
     """A positions (1,A) of a trunk of T, and the generator for what hangs there."""
-    if A >= T:
-        raise ValueError(f"--num-anchors {A}: fewer than --trunk-length {T} are needed")
     generator = torch.Generator().manual_seed(config.seed)
     anchors = torch.randperm(T - 1, generator=generator)[:A].sort().values[None]
     return anchors.to(config.device), generator
@@ -116,6 +120,7 @@ def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict
 def bench_replay(config: BenchConfig) -> dict:
     """Checkpoints every so many trunk tokens: what they hold, what replaying from them to all
     anchors costs, and what the whole pass over a tree then takes."""
+    _check_anchors(config)
     target, _ = load(config)
     if not target.config.hybrid:
         raise ValueError("replay needs a target with linear layers: --arch gdn, or --target FOLDER")

@@ -99,6 +99,8 @@ def write_references(config, target, tokenizer, corpus, path: Path) -> Reference
         return References.load(config.references, {"target": made_with["target"]})
     if path.is_file():
         return References.load(path, made_with)
+    if config.drafter:
+        start_drafter(config, target, tokenizer)  # what does not fit is said before texts are made
     prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
                                 config.prompt_length, config.seed)  # fmt: skip
     results = generate(target, None, prompts, config.response_length, 1.0, config.seed,
@@ -124,8 +126,6 @@ def prepare(config, out: Path):
     if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
-    if config.drafter:
-        start_drafter(config, target, tokenizer)  # what does not fit is said before texts are made
     held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts,
                              config.prompt_length, config.seed + 1)  # fmt: skip
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)

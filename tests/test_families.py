@@ -48,8 +48,9 @@ GDN = {  # what can vary, varied
         num_key_value_heads=1, head_dim=24, rope_parameters=dict(rope_theta=1e4,
         rope_type="default", partial_rotary_factor=0.25)),
     "tied": dict(tie_word_embeddings=True),
-    # full, linear, linear, full, linear differs by 9e-5: each is half of it away from float64
-    "irregular layers": dict(num_hidden_layers=5, layer_types=[LINEAR, FULL, FULL, LINEAR, FULL]),
+    "irregular layers": dict(num_hidden_layers=5, layer_types=[FULL, LINEAR, LINEAR, FULL, LINEAR]),
+    "other irregular layers": dict(
+        num_hidden_layers=5, layer_types=[LINEAR, FULL, FULL, LINEAR, FULL]),
     "interval": dict(num_hidden_layers=6, full_attention_interval=3),
     "default rotary": dict(head_dim=32, rope_parameters=None),
     "nested": dict(nested=True),
