@@ -44,28 +44,41 @@ class BenchConfig:
         "", "a drafter's folder; empty: tree draws random branches, decode needs one"
     )
     drafters: tuple = flag((), "al, speed: the folders of the drafters to compare")
-    tasks: tuple = flag((), "al, speed: JSONL files of prompts, one task each (speed: or held-out "
-                            "text)")  # fmt: skip
+    tasks: tuple = flag(
+        (), "al, speed: JSONL files of prompts, one task each (speed: or held-out text)"
+    )
     out: str = flag("runs/bench", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
     arch: str = flag("gqa", "the untrained toy's architecture", choices=tuple(TOYS))
     repeats: int = flag(7, "timed repeats", low=1)
     patience: float = flag(30.0, "tree: seconds after which a measurement is not repeated", low=0)
-    trunk_length: tuple = flag((512,), "tree: tokens of the trunk, one or several; replay, "
-                               "throughput, activity, scale, hf: one",
-                               kind=int, low=2)  # fmt: skip
-    num_anchors: tuple = flag((64,), "tree, throughput: anchors, one or several; replay, activity, "
-                              "scale: one", kind=int, low=1)
-    num_branches: int = flag(1, "tree, scale: branches per anchor; throughput: beside 1 and 2",
-                             low=1)  # fmt: skip
+    trunk_length: tuple = flag(
+        (512,),
+        "tree: tokens of the trunk, one or several; replay, throughput, activity, scale, hf: one",
+        kind=int,
+        low=2,
+    )
+    num_anchors: tuple = flag(
+        (64,),
+        "tree, throughput: anchors, one or several; replay, activity, scale: one",
+        kind=int,
+        low=1,
+    )
+    num_branches: int = flag(
+        1, "tree, scale: branches per anchor; throughput: beside 1 and 2", low=1
+    )
     num_draft_tokens: int = flag(7, "replay: W; tree: where no drafter sets it", low=1)
-    num_prompts: int = flag(16, "prompts: decode one at a time, al of each task, chains; speed: "
-                            "or as many as are decoded at once; throughput: 32 at least",
-                            low=1)  # fmt: skip
+    num_prompts: int = flag(
+        16,
+        "prompts: decode one at a time, al of each task, chains; speed: "
+        "or as many as are decoded at once; throughput: 32 at least",
+        low=1,
+    )
     batch_size: int = flag(8, "scale: texts per step", low=1)
     prompt_length: int = flag(64, "tokens of a prompt; al: at most", low=1)
-    max_new_tokens: int = flag(200, "decode, al, speed, chains, hf: tokens generated per prompt",
-                               low=2)  # fmt: skip
+    max_new_tokens: int = flag(
+        200, "decode, al, speed, chains, hf: tokens generated per prompt", low=2
+    )
     concurrency: tuple = flag((1, 8, 32), "speed: prompts decoded at once", kind=int, low=1)
     temperature: float = flag(0.0, "speed: of decoding", low=0)
     device: str = flag("cpu", "cpu or cuda")
@@ -126,8 +139,9 @@ def text_of(config: BenchConfig, target, length: int):
         tokens = data.pack(data.load_corpus().held_out, tokenizer)[None, :length].long()
     elif config.target:
         if config.prompt_length >= length:
-            raise ValueError(f"--trunk-length {length} must exceed --prompt-length "
-                             f"{config.prompt_length}")  # fmt: skip
+            raise ValueError(
+                f"--trunk-length {length} must exceed --prompt-length {config.prompt_length}"
+            )
         (prompt,) = held_out_prompts(config, 1, config.prompt_length)
         (result,) = serve.generate(target, None, [prompt], length - len(prompt), 1.0, config.seed)
         tokens = torch.tensor([prompt + result.tokens])
@@ -178,10 +192,20 @@ def main():
     from claims import ClaimsConfig, claims
     from report import ReportConfig, report
 
-    commands = {"throughput": bench_throughput, "tree": bench_tree, "replay": bench_replay,
-                "chains": bench_chains, "decode": bench_decode, "al": bench_al,
-                "speed": bench_speed, "hf": bench_hf, "activity": bench_activity,
-                "scale": bench_scale, "claims": claims, "report": report}  # fmt: skip
+    commands = {
+        "throughput": bench_throughput,
+        "tree": bench_tree,
+        "replay": bench_replay,
+        "chains": bench_chains,
+        "decode": bench_decode,
+        "al": bench_al,
+        "speed": bench_speed,
+        "hf": bench_hf,
+        "activity": bench_activity,
+        "scale": bench_scale,
+        "claims": claims,
+        "report": report,
+    }
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         files.parse_flags(BenchConfig, __doc__, ["--help"], name="bench.py NAME")

@@ -25,20 +25,36 @@ def loaded(config: BenchConfig, command: str):
 def bench_chains(config: BenchConfig) -> dict:
     """Several drafted chains per round against one, by how many tokens the target scores."""
     target, drafter, stop_ids, prompts = loaded(config, "chains")
-    print(f"{len(prompts)} prompts x {config.max_new_tokens} tokens, temperature 0\n"
-          "chains  drafts each | tokens scored a round      AL   95 % interval")  # fmt: skip
+    print(
+        f"{len(prompts)} prompts x {config.max_new_tokens} tokens, temperature 0\n"
+        "chains  drafts each | tokens scored a round      AL   95 % interval"
+    )
     figures = []
     for K in (1, 2, 3, 4):
         for n in range(1, drafter.config.num_draft_tokens + 1):
             found = evaluate(
-                target, drafter, prompts, config.max_new_tokens, 0.0, config.seed, stop_ids,
-                num_branches=K, draft_length=n,
-            )  # fmt: skip
+                target,
+                drafter,
+                prompts,
+                config.max_new_tokens,
+                0.0,
+                config.seed,
+                stop_ids,
+                num_branches=K,
+                draft_length=n,
+            )
             nodes = (found.nodes.sum() / found.rounds.sum()).item()
             low, high = found.interval()
             print(f"{K:6d} {n:12d} | {nodes:21.2f} {found.mean:7.3f}   [{low:.2f}, {high:.2f}]")
-            figures.append({"chains": K, "drafts": n, "nodes": nodes, "al": found.mean,
-                            "interval": (low, high)})  # fmt: skip
+            figures.append(
+                {
+                    "chains": K,
+                    "drafts": n,
+                    "nodes": nodes,
+                    "al": found.mean,
+                    "interval": (low, high),
+                }
+            )
     return {"rows": figures}
 
 
@@ -53,15 +69,23 @@ def bench_decode(config: BenchConfig) -> dict:
         )
     ratio = speeds["speculative"] / speeds["plain"]
     al = measure(target, drafter, 0.0)
-    print(f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, "
-          f"{config.device}, {torch.get_num_threads()} threads: the same text")  # fmt: skip
-    print(f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s,"
-          f" AL {al.mean:.3f}: {ratio:.2f} times as fast")  # fmt: skip
+    print(
+        f"{config.num_prompts} prompts x {config.max_new_tokens} tokens, temperature 0, batch 1, "
+        f"{config.device}, {torch.get_num_threads()} threads: the same text"
+    )
+    print(
+        f"plain {speeds['plain']:.1f} tokens/s, speculative {speeds['speculative']:.1f} tokens/s,"
+        f" AL {al.mean:.3f}: {ratio:.2f} times as fast"
+    )
     parts = {
-        "draft": (Drafter, "propose"), "tree": (serve, "build_tree"), "score": (Target, "score"),
-        "verify": (serve, "verify"), "commit": (Target, "commit"),
-        "drafter's memory": (Drafter, "extend"), "prefill": (Target, "prefill"),
-    }  # fmt: skip
+        "draft": (Drafter, "propose"),
+        "tree": (serve, "build_tree"),
+        "score": (Target, "score"),
+        "verify": (serve, "verify"),
+        "commit": (Target, "commit"),
+        "drafter's memory": (Drafter, "extend"),
+        "prefill": (Target, "prefill"),
+    }
     shares = {}
     for name, proposer in (("plain", None), ("speculative", drafter)):
         clock = Clock(parts)
@@ -100,8 +124,10 @@ def bench_speed(config: BenchConfig) -> dict:
     arms |= {folder: Drafter.from_pretrained(folder, target, kind) for folder in config.drafters}
     n, heat, figures = config.max_new_tokens, config.temperature, {}
     asked = (heat, config.seed, tokenizer.stop_ids)
-    print(f"temperature {heat:g}, {n} tokens a prompt, {config.device}, "
-          f"{torch.get_num_threads()} threads, medians of {config.repeats}; tokens/s (AL) x plain")
+    print(
+        f"temperature {heat:g}, {n} tokens a prompt, {config.device}, "
+        f"{torch.get_num_threads()} threads, medians of {config.repeats}; tokens/s (AL) x plain"
+    )
     for size in config.concurrency:
         rows, ratios = {}, {name: [] for name in arms}
         print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))
@@ -119,20 +145,32 @@ def bench_speed(config: BenchConfig) -> dict:
             row = rows[task] = {}
             for name, ones in found.items():
                 speeds = sorted(one.tokens_per_s for one in ones)
-                row[name] = {"tokens_per_s": speeds[len(speeds) // 2], "low": speeds[0],
-                             "high": speeds[-1], "al": ones[0].mean if arms[name] else 1.0,
-                             "same_text": heat > 0 or ones[0].texts == found["off"][0].texts}
+                row[name] = {
+                    "tokens_per_s": speeds[len(speeds) // 2],
+                    "low": speeds[0],
+                    "high": speeds[-1],
+                    "al": ones[0].mean if arms[name] else 1.0,
+                    "same_text": heat > 0 or ones[0].texts == found["off"][0].texts,
+                }
                 ratio = row[name]["tokens_per_s"] / row["off"]["tokens_per_s"]
                 ratios[name].append(ratio if row[name]["same_text"] else None)
-            print(f"{task[:12]:12s}" + "".join(
-                f"{one['tokens_per_s']:12.1f} ({one['al']:.3f}) " +
-                (f"{of[-1]:6.2f}x" if of[-1] else " DIFFER")
-                for one, of in zip(row.values(), ratios.values())))  # fmt: skip
+            print(
+                f"{task[:12]:12s}"
+                + "".join(
+                    f"{one['tokens_per_s']:12.1f} ({one['al']:.3f}) "
+                    + (f"{of[-1]:6.2f}x" if of[-1] else " DIFFER")
+                    for one, of in zip(row.values(), ratios.values())
+                )
+            )
         # where a text differs there is no speed to speak of
-        means = {name: statistics.geometric_mean(of) if of and None not in of else None
-                 for name, of in ratios.items()}  # fmt: skip
-        print("geom. mean  " + "".join(f"{mean:27.2f}x" if mean else f"{'-':>28s}"
-                                       for mean in means.values()))  # fmt: skip
+        means = {
+            name: statistics.geometric_mean(of) if of and None not in of else None
+            for name, of in ratios.items()
+        }
+        print(
+            "geom. mean  "
+            + "".join(f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
+        )
         figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
     return figures
 
@@ -154,8 +192,15 @@ def bench_al(config: BenchConfig) -> dict:
         first = None
         for folder in config.drafters:
             drafter = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
-            found = by_task(target, drafter, prompts, config.max_new_tokens, temperature,
-                            seed=config.seed, stop_ids=tokenizer.stop_ids)  # fmt: skip
+            found = by_task(
+                target,
+                drafter,
+                prompts,
+                config.max_new_tokens,
+                temperature,
+                seed=config.seed,
+                stop_ids=tokenizer.stop_ids,
+            )
             one = Tasks(found)
             row = {task: one.mean for task, one in found.items()} | {"mean": one.mean}
             over = gain(one, first) if first else None
@@ -165,7 +210,10 @@ def bench_al(config: BenchConfig) -> dict:
             print(f"{'/'.join(Path(folder).parts[-2:])[-23:]:24s}{line}")
             survival = {task: one.survival for task, one in found.items()}
             figures.setdefault(folder, {})[f"t{temperature:g}"] = {
-                "al": row, "survival": survival, "over_the_first": over}  # fmt: skip
+                "al": row,
+                "survival": survival,
+                "over_the_first": over,
+            }
     return figures
 
 
@@ -195,13 +243,19 @@ def bench_hf(config: BenchConfig) -> dict:
         prompts = ids(B, config.prompt_length)
         asked = dict(max_new_tokens=n, do_sample=False, pad_token_id=0)
         mask = torch.ones_like(prompts)
-        return (lambda: serve.generate(ours, None, prompts.tolist(), n),
-                lambda: theirs.generate(prompts, attention_mask=mask, **asked), B * n)  # fmt: skip
+        return (
+            lambda: serve.generate(ours, None, prompts.tolist(), n),
+            lambda: theirs.generate(prompts, attention_mask=mask, **asked),
+            B * n,
+        )
 
     def prefill(T):
         prompt, lengths = ids(1, T), torch.tensor([T], device=config.device)
-        return (lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
-                lambda: theirs(prompt, use_cache=True, logits_to_keep=1), T)  # fmt: skip
+        return (
+            lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
+            lambda: theirs(prompt, use_cache=True, logits_to_keep=1),
+            T,
+        )
 
     matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
     row = {m.in_features: torch.randn(1, 1, m.in_features, dtype=kind) for m in matrices}
@@ -211,9 +265,10 @@ def bench_hf(config: BenchConfig) -> dict:
     print(f"{kind}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} [median]")
     print(f"every matrix once against one row: {1 / floor:.1f}")
     for name, (mine, other, tokens) in {
-        "decode, 1 row": decode(1), "decode, 8 rows": decode(8),
+        "decode, 1 row": decode(1),
+        "decode, 8 rows": decode(8),
         f"prefill of {config.trunk_length[0]:,}": prefill(config.trunk_length[0]),
-    }.items():  # fmt: skip
+    }.items():
         times = ([], [])
         for repeat in range(config.repeats + 1):  # the first warms up
             for run, kept in zip((mine, other), times):

@@ -40,10 +40,12 @@ def bench_tree(config: BenchConfig) -> dict:
     K, figures = config.num_branches, []
     text, _ = text_of(config, target, max(config.trunk_length))
     name = config.target or f"untrained {config.arch}"
-    print(f"{name}, {config.device}, {torch.get_num_threads()} threads, seed {config.seed}; "
-          f"branches of {W}, {K} an anchor; milliseconds\n"
-          "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone | "
-          "x tokens  x speed  share | gap of p")  # fmt: skip
+    print(
+        f"{name}, {config.device}, {torch.get_num_threads()} threads, seed {config.seed}; "
+        f"branches of {W}, {K} an anchor; milliseconds\n"
+        "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone | "
+        "x tokens  x speed  share | gap of p"
+    )
     for T in config.trunk_length:
         tokens, lengths = text[:, :T], torch.tensor([T], device=config.device)
         scoring = []
@@ -54,9 +56,11 @@ def bench_tree(config: BenchConfig) -> dict:
             packed, merged, alone = (
                 1e3 * row["times"][k]["median"] for k in ("packed", "merged", "alone")
             )
-            print(f"{T:5d} {A:7d} | {row['nodes']:6d} {row['merged']:6d} | {row['alone']:13d} | "
-                  f"{packed:6.1f} {merged:7.1f} {alone:7.0f} | {row['ideal']:8.1f} "
-                  f"{alone / packed:8.1f} {row['share']:6.2f} | {row['gap']:.1e}")  # fmt: skip
+            print(
+                f"{T:5d} {A:7d} | {row['nodes']:6d} {row['merged']:6d} | {row['alone']:13d} | "
+                f"{packed:6.1f} {merged:7.1f} {alone:7.0f} | {row['ideal']:8.1f} "
+                f"{alone / packed:8.1f} {row['share']:6.2f} | {row['gap']:.1e}"
+            )
         if len(scoring) > 2:
             start, slope, fit = line_of(*zip(*scoring))
             figures[-1]["scoring_line"] = {"start_ms": start, "ms_per_node": slope, "r2": fit}
@@ -88,8 +92,11 @@ def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict
     else:
         branches = torch.randint(0, target.num_tokens, (1, A, K, W), generator=generator)
         branches = branches.to(config.device)
-    prefixes = [torch.cat([tokens[0, : a + 1], branch[: W - 1]])[None]
-                for a, row in zip(anchors[0].tolist(), branches[0]) for branch in row]  # fmt: skip
+    prefixes = [
+        torch.cat([tokens[0, : a + 1], branch[: W - 1]])[None]
+        for a, row in zip(anchors[0].tolist(), branches[0])
+        for branch in row
+    ]
 
     def packed(merge):
         tree = build_tree(tokens, lengths, anchors, branches, merge)
@@ -104,16 +111,27 @@ def _packed_and_alone(config, target, drafter, tokens, lengths, A, K, W) -> dict
     p = packed(True).softmax(-1)[0].flatten(0, 1)
     picked = range(0, A * K, max(1, A * K // 16))  # some branches, for the check
     gap = max((target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in picked)
-    runs = {"packed": lambda: packed(False), "merged": lambda: packed(True), "alone": alone,
-            "scoring": lambda: target.score(trunk, trees[0])}  # fmt: skip
+    runs = {
+        "packed": lambda: packed(False),
+        "merged": lambda: packed(True),
+        "alone": alone,
+        "scoring": lambda: target.score(trunk, trees[0]),
+    }
     times = {name: median_time(run, config.repeats, config.patience) for name, run in runs.items()}
     each = sum(prefix.shape[1] for prefix in prefixes)
     ideal = each / (T + trees[0].num_nodes)
     speed = times["alone"]["median"] / times["packed"]["median"]
     return {
-        "trunk": T, "anchors": A, "nodes": trees[0].num_nodes, "merged": trees[1].num_nodes,
-        "alone": each, "ideal": ideal, "share": speed / ideal, "gap": gap, "times": times,
-    }  # fmt: skip
+        "trunk": T,
+        "anchors": A,
+        "nodes": trees[0].num_nodes,
+        "merged": trees[1].num_nodes,
+        "alone": each,
+        "ideal": ideal,
+        "share": speed / ideal,
+        "gap": gap,
+        "times": times,
+    }
 
 
 @torch.inference_mode()
@@ -130,9 +148,11 @@ def bench_replay(config: BenchConfig) -> dict:
     branches = torch.randint(0, target.num_tokens, (1, A, 1, W), generator=generator)
     tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
     chosen = replay.spacing(target.config, target.lm_head.weight.element_size())
-    print(f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
-          f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
-          "prefill | largest gap of a state")  # fmt: skip
+    print(
+        f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
+        f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
+        "prefill | largest gap of a state"
+    )
     exact, figures = None, []
     for every in sorted({1, 8, 16, chosen, 256, 1024, T + 1}):
         trunk = target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every)
@@ -151,8 +171,15 @@ def bench_replay(config: BenchConfig) -> dict:
         shown = "".join(f"{1e3 * t['median']:9.1f}" for t in times.values())
         note = "  the default" if every == chosen else ""
         print(f"{every:7d} | {held / 1e6:9.1f} {each / 1e6:10.1f} |{shown} | {gap:.1e}{note}")
-        figures.append({"spacing": every, "states_bytes": held, "tokens_bytes": each, "gap": gap,
-                        "times": times})  # fmt: skip
+        figures.append(
+            {
+                "spacing": every,
+                "states_bytes": held,
+                "tokens_bytes": each,
+                "gap": gap,
+                "times": times,
+            }
+        )
     return {"rows": figures, "default": chosen}
 
 
@@ -186,19 +213,32 @@ def workflows(config: BenchConfig, command: str) -> Workflows:
     target, drafter = load(config, torch.float32, command)
     T, length = config.trunk_length[0], config.prompt_length
     if max(config.num_anchors) > T - length - 1:
-        raise ValueError(f"--num-anchors {max(config.num_anchors)}: of --trunk-length {T} tokens "
-                         f"{max(0, T - length - 1)} can be anchors behind --prompt-length {length}")
+        raise ValueError(
+            f"--num-anchors {max(config.num_anchors)}: of --trunk-length {T} tokens "
+            f"{max(0, T - length - 1)} can be anchors behind --prompt-length {length}"
+        )
     # without stop tokens every text has its full length, on both sides
     prompts = held_out_prompts(config, max(32, config.num_prompts), length)
-    texts = generate(target, None, prompts, T - length, 1.0, config.seed, batch_size=len(prompts),
-                     progress="references")  # fmt: skip
+    texts = generate(
+        target,
+        None,
+        prompts,
+        T - length,
+        1.0,
+        config.seed,
+        batch_size=len(prompts),
+        progress="references",
+    )
     references = References.from_lists(prompts, [text.tokens for text in texts], 0)
     common = TrainConfig(mode="specopd", seed=config.seed, response_length=T - length, num_greedy=0)
-    ways = {f"rollouts, {n} at once": replace(common, mode="rollout", batch_size=n)
-            for n in (1, 8, 32)}  # fmt: skip
-    ways |= {f"SpecOPD, {A} anchors x {K}": replace(common, batch_size=1, num_anchors=A,
-                                                    num_branches=K)
-             for A in config.num_anchors for K in sorted({1, 2, config.num_branches})}  # fmt: skip
+    ways = {
+        f"rollouts, {n} at once": replace(common, mode="rollout", batch_size=n) for n in (1, 8, 32)
+    }
+    ways |= {
+        f"SpecOPD, {A} anchors x {K}": replace(common, batch_size=1, num_anchors=A, num_branches=K)
+        for A in config.num_anchors
+        for K in sorted({1, 2, config.num_branches})
+    }
     optimizers = make_optimizers(drafter, common.matrix_lr, common.lr)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = 0.0  # the drafter stays what it is
@@ -207,9 +247,14 @@ def workflows(config: BenchConfig, command: str) -> Workflows:
 
 
 PARTS = {
-    "decode": (training, "decode"), "prefill": (Trunks, "__call__"), "sample": (Drafter, "propose"),
-    "score": (Target, "score"), "loss": (loss, "chunked"), "backward": (torch.Tensor, "backward"),
-    "update": (loss, "update")}  # fmt: skip
+    "decode": (training, "decode"),
+    "prefill": (Trunks, "__call__"),
+    "sample": (Drafter, "propose"),
+    "score": (Target, "score"),
+    "loss": (loss, "chunked"),
+    "backward": (torch.Tensor, "backward"),
+    "update": (loss, "update"),
+}
 
 
 def bench_throughput(config: BenchConfig) -> dict:
@@ -217,11 +262,13 @@ def bench_throughput(config: BenchConfig) -> dict:
     batches, against SpecOPD on references of the same length. Nothing is left out but the
     references' making; SpecOPD's prefill of them is counted, though training keeps it."""
     flows = workflows(config, "throughput")
-    print(f"texts of {config.trunk_length[0]} tokens, prompts of {config.prompt_length}, W = "
-          f"{flows.drafter.config.num_draft_tokens}, {config.device}, {torch.get_num_threads()} "
-          f"threads; medians of {config.repeats} steps\n"
-          "way                       updates/s  tokens/update  tokens/s | "
-          "where the time goes")  # fmt: skip
+    print(
+        f"texts of {config.trunk_length[0]} tokens, prompts of {config.prompt_length}, W = "
+        f"{flows.drafter.config.num_draft_tokens}, {config.device}, {torch.get_num_threads()} "
+        f"threads; medians of {config.repeats} steps\n"
+        "way                       updates/s  tokens/update  tokens/s | "
+        "where the time goes"
+    )
     rows = {}
     for name in flows.ways:
         flows.timed(name, 0)  # warms up
@@ -236,9 +283,14 @@ def bench_throughput(config: BenchConfig) -> dict:
         if "decode" in shares:  # which drafts and scores by itself
             shares = {k: v for k, v in shares.items() if k not in ("sample", "score", "prefill")}
         spans = [(k, b - begin, e - begin) for k, b, e in clock.spans]
-        rows[name] = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens,
-                      "tokens_per_s": tokens / seconds, "shares": shares, "spans": spans,
-                      "seconds": list(times)}  # fmt: skip
+        rows[name] = {
+            "updates_per_s": 1 / seconds,
+            "tokens_per_update": tokens,
+            "tokens_per_s": tokens / seconds,
+            "shares": shares,
+            "spans": spans,
+            "seconds": list(times),
+        }
         line = ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
         if config.device != "cpu":
             rows[name]["peak_bytes"] = peak = torch.cuda.max_memory_allocated()
@@ -248,10 +300,14 @@ def bench_throughput(config: BenchConfig) -> dict:
     ratios = {}
     for name in rows:
         if name.startswith("rollouts"):
-            ratios[name] = {k: rows[best][k] / rows[name][k] for k in
-                            ("updates_per_s", "tokens_per_update", "tokens_per_s")}  # fmt: skip
-            shown = ", ".join(f"{v:.2f} x the {k.replace('_per_s', '/s').replace('_per_', '/')}"
-                              for k, v in ratios[name].items())  # fmt: skip
+            ratios[name] = {
+                k: rows[best][k] / rows[name][k]
+                for k in ("updates_per_s", "tokens_per_update", "tokens_per_s")
+            }
+            shown = ", ".join(
+                f"{v:.2f} x the {k.replace('_per_s', '/s').replace('_per_', '/')}"
+                for k, v in ratios[name].items()
+            )
             print(f"{best} over {name}: {shown}")
     return {"rows": rows, "ratios": ratios, "best": best}
 
@@ -282,8 +338,11 @@ def bench_activity(config: BenchConfig) -> dict:
                 flows.step(name, number)
             wait()
             seconds = time.perf_counter() - begin
-        kernels = [(event.time_range.start, event.time_range.end) for event in profile.events()
-                   if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+        kernels = [
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        ]
         figures[name] = covered(kernels) / 1e6 / seconds
         print(f"{name:25s} a kernel runs {100 * figures[name]:.1f} % of the time")
     return figures
@@ -298,8 +357,11 @@ def bench_scale(config: BenchConfig) -> dict | None:
     flows = workflows(config, "scale")
     if config.batch_size % size:
         raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes")
-    way = replace(next(way for name, way in flows.ways.items() if name.startswith("SpecOPD")),
-                  batch_size=config.batch_size, num_branches=config.num_branches)  # fmt: skip
+    way = replace(
+        next(way for name, way in flows.ways.items() if name.startswith("SpecOPD")),
+        batch_size=config.batch_size,
+        num_branches=config.num_branches,
+    )
     whole = training.Step(way, flows.drafter)
     share = distributed.shared(whole)
 
@@ -343,16 +405,26 @@ def bench_scale(config: BenchConfig) -> dict | None:
     sent = max(0.0, median["all"] - median["all, gradients not sent"])
     said = statistics.median(messages[1:])
     figures = {
-        "processes": size, "threads": torch.get_num_threads(), "seconds": times, "ratio": ratio,
+        "processes": size,
+        "threads": torch.get_num_threads(),
+        "seconds": times,
+        "ratio": ratio,
         "tokens_per_s": statistics.mean(tokens) / median["all"],
-        "messages_share": said / median["all"], "gradients_share": sent / median["all"],
-    }  # fmt: skip
-    print(f"{config.batch_size} texts of {config.trunk_length[0]} tokens a step, "
-          f"{way.num_anchors} anchors x {way.num_branches}, {figures['threads']} threads each; "
-          f"medians of {config.repeats}")  # fmt: skip
+        "messages_share": said / median["all"],
+        "gradients_share": sent / median["all"],
+    }
+    print(
+        f"{config.batch_size} texts of {config.trunk_length[0]} tokens a step, "
+        f"{way.num_anchors} anchors x {way.num_branches}, {figures['threads']} threads each; "
+        f"medians of {config.repeats}"
+    )
     for name, seconds in median.items():
-        print(f"{name:24s} {1e3 * seconds:8.0f} ms, {statistics.mean(tokens) / seconds:7.0f} "
-              f"supervised tokens/s")  # fmt: skip
-    print(f"{size} processes: {ratio:.2f} x one; messages {100 * figures['messages_share']:.1f} % "
-          f"and gradients {100 * figures['gradients_share']:.1f} % of a step")  # fmt: skip
+        print(
+            f"{name:24s} {1e3 * seconds:8.0f} ms, {statistics.mean(tokens) / seconds:7.0f} "
+            f"supervised tokens/s"
+        )
+    print(
+        f"{size} processes: {ratio:.2f} x one; messages {100 * figures['messages_share']:.1f} % "
+        f"and gradients {100 * figures['gradients_share']:.1f} % of a step"
+    )
     return figures

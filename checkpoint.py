@@ -138,8 +138,9 @@ def plan(wanted: dict, shapes: dict, where: dict, place, tied: dict, folder) -> 
         except (KeyError, IndexError):
             raise ValueError(f"{where[stored]}: tensor {stored} has no place here") from None
         if fits != tuple(shape) and not (fits == () and tuple(shape) == (1,)):
-            raise ValueError(f"{where[stored]}: tensor {stored} has shape {tuple(shape)}, the "
-                             f"config says {fits}")  # fmt: skip
+            raise ValueError(
+                f"{where[stored]}: tensor {stored} has shape {tuple(shape)}, the config says {fits}"
+            )
         parts.setdefault(name, []).append((stored, region))
     parts = {name: parts[other] for name, other in tied.items() if other in parts} | parts
     for name, tensor in wanted.items():
@@ -190,9 +191,7 @@ def stored_dtype(found: dict, folder) -> torch.dtype | None:
     return None
 
 
-def load_weights(
-    module: nn.Module, folder, device="cpu", dtype=None, place=flat, tied=None
-) -> int:
+def load_weights(module: nn.Module, folder, device="cpu", dtype=None, place=flat, tied=None) -> int:
     """Fill a module (built on meta or not) from a folder's shards, tensor by tensor, straight to
     device and dtype (None keeps the file's). Returns how many tensors were skipped.
 
@@ -229,8 +228,10 @@ def load_weights(
                 shape = wanted[name].shape
                 found[name] = torch.empty(shape, dtype=to_dtype or tensor.dtype, device=to_device)
             if host and tensor.dtype != found[name].dtype:
-                raise ValueError(f"{where[stored]}: tensor {stored} holds {tensor.dtype}, another "
-                                 f"shard of it {found[name].dtype}")  # fmt: skip
+                raise ValueError(
+                    f"{where[stored]}: tensor {stored} holds {tensor.dtype}, another "
+                    f"shard of it {found[name].dtype}"
+                )
             found[name][region] = tensor.to(found[name].dtype)
         found[name] = placed(found[name], wanted[name])
     lacking = wanted.keys() - found.keys() - same.keys()

@@ -69,41 +69,66 @@ STUDIES = {
     "gqa-512": Study(WAYS, seeds=SEEDS),
     # how branches are drawn, by what they are served at
     "temperature-24": Study(
-        {"drawn": DRAWN, "greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1,
-                                          "num_greedy": 0}, "e2e_al": DRAWN | {"loss": "e2e_al"}},
-        later={"num_references": 24}, seeds=SEEDS),  # fmt: skip
-    "time-24": Study({mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
-                     later={"num_references": 24}, like="gqa-24"),  # fmt: skip
-    "time-512": Study({mode: WAYS[mode] | {"steps": "specopd"}
-                       for mode in ("ce", "e2e", "rollout")}, like="gqa-512"),  # fmt: skip
+        {
+            "drawn": DRAWN,
+            "greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
+            "e2e_al": DRAWN | {"loss": "e2e_al"},
+        },
+        later={"num_references": 24},
+        seeds=SEEDS,
+    ),
+    "time-24": Study(
+        {mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
+        later={"num_references": 24},
+        like="gqa-24",
+    ),
+    "time-512": Study(
+        {mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
+        like="gqa-512",
+    ),
     # as many blocks a step as a rollout of the same references has
-    "dense-24": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}},
-                      later={"num_references": 24}),  # fmt: skip
+    "dense-24": Study(
+        {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}},
+        later={"num_references": 24},
+    ),
     "dense-512": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}),
-    "long-24": Study({mode: WAYS[mode] for mode in ("ce", "e2e", "specopd")},
-                     later={"num_references": 24, "steps": 2500, "eval_every": 125}),  # fmt: skip
-    "gdn-dspark-64": Study(WAYS, {"arch": "gdn", "drafter_kind": "dspark"},
-                           {"num_references": 64}),  # fmt: skip
+    "long-24": Study(
+        {mode: WAYS[mode] for mode in ("ce", "e2e", "specopd")},
+        later={"num_references": 24, "steps": 2500, "eval_every": 125},
+    ),
+    "gdn-dspark-64": Study(WAYS, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}),
     # one change at a time, of the default recipe
-    "ablations": Study({
-        "default": OWN, "4 anchors": OWN | {"num_anchors": 4}, "64 anchors": OWN |
-        {"num_anchors": 64}, "1 branch drawn": DRAWN | {"num_branches": 1},
-        "2 branches drawn": DRAWN,
-        "4 branches 2 greedy": OWN | {"num_branches": 4, "num_greedy": 2},
-        "1 branch greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
-        "temperature 0.7": OWN | {"branch_temperature": 0.7},
-        "loss at 0.7": OWN | {"loss_temperature": 0.7},
-        "no merging": OWN | {"merge": False}, "0.1 CE": OWN | {"ce_weight": 0.1},
-        "reused twice": OWN | {"reuse": 2}, "reused 4 times": OWN | {"reuse": 4},
-        "reused 10 times": OWN | {"reuse": 10}, "anchors by need": OWN | {"anchors": "hard"},
-        "exact E[AL] drawn": DRAWN | {"loss": "e2e_al"},
-        "TV per position": OWN | {"loss": "tv"}, "KL": OWN | {"loss": "kl"},
-        "AdamW alone": OWN | {"matrix_lr": 0.0}, "Muon 0.02": OWN | {"matrix_lr": 0.02},
-    }, later=ONCE | {"save_every": 500}),
+    "ablations": Study(
+        {
+            "default": OWN,
+            "4 anchors": OWN | {"num_anchors": 4},
+            "64 anchors": OWN | {"num_anchors": 64},
+            "1 branch drawn": DRAWN | {"num_branches": 1},
+            "2 branches drawn": DRAWN,
+            "4 branches 2 greedy": OWN | {"num_branches": 4, "num_greedy": 2},
+            "1 branch greedy": OWN
+            | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
+            "temperature 0.7": OWN | {"branch_temperature": 0.7},
+            "loss at 0.7": OWN | {"loss_temperature": 0.7},
+            "no merging": OWN | {"merge": False},
+            "0.1 CE": OWN | {"ce_weight": 0.1},
+            "reused twice": OWN | {"reuse": 2},
+            "reused 4 times": OWN | {"reuse": 4},
+            "reused 10 times": OWN | {"reuse": 10},
+            "anchors by need": OWN | {"anchors": "hard"},
+            "exact E[AL] drawn": DRAWN | {"loss": "e2e_al"},
+            "TV per position": OWN | {"loss": "tv"},
+            "KL": OWN | {"loss": "kl"},
+            "AdamW alone": OWN | {"matrix_lr": 0.0},
+            "Muon 0.02": OWN | {"matrix_lr": 0.02},
+        },
+        later=ONCE | {"save_every": 500},
+    ),
     "block-4": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 4}, ONCE),
-    "block-16": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 16, "ce_decay": 7.0},
-                      ONCE),
-}  # fmt: skip
+    "block-16": Study(
+        {"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 16, "ce_decay": 7.0}, ONCE
+    ),
+}
 GIVEN = Study(WAYS, seeds=())  # from --drafter
 
 
@@ -153,8 +178,9 @@ class World:
             found = self.measured(drafters, totals, steps)
             files.write_json(path, found | {"prompts": prompts})
         elif files.read_json(path).get("prompts", prompts) != prompts:
-            raise ValueError(f"{path} was measured on other prompts: remove it, and it is made "
-                             "again")  # fmt: skip
+            raise ValueError(
+                f"{path} was measured on other prompts: remove it, and it is made again"
+            )
 
     def measured(self, folder: Path, totals: dict, steps: int) -> dict:
         """AL of the last and of the best drafter at both temperatures, on all prompts."""
@@ -224,7 +250,8 @@ def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) 
     values = changes | {"drafter": drafter} | study.later | study.arms[arm]
     if isinstance(values.get("steps"), str):
         values["steps"] = begun_with(folder_of(config, name, seed, arm)) or (
-            steps(config, name, seed, values["mode"], values["steps"]))  # fmt: skip
+            steps(config, name, seed, values["mode"], values["steps"])
+        )
     return own(config, **values)
 
 
@@ -306,8 +333,9 @@ def read(config: ClaimsConfig, name: str) -> dict:
         for seed, place in places_of.items():
             start = files.read_json(place / "stage.json")["made_with"]["drafter"]
             given = place.parent / "start"
-            starts[seed] = given if name == "given" else (
-                Path(config.out) / "starts" / Path(start).name)  # fmt: skip
+            starts[seed] = (
+                given if name == "given" else (Path(config.out) / "starts" / Path(start).name)
+            )
     for arm, places_of in ({"start": starts} | arms if arms else {}).items():
         kept = {s: files.read_json(place / "al.json") for s, place in sorted(places_of.items())}
         prompts |= {one["prompts"] for one in kept.values() if "prompts" in one}
@@ -326,8 +354,11 @@ def read(config: ClaimsConfig, name: str) -> dict:
 def table(name: str, found: dict) -> tuple[list[str], dict]:
     """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL (on a
     quarter of the prompts). In brackets the 95 % interval of the difference in AL."""
-    lines = [f"| {name} | seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: "
-             "T = 0 | T = 1 |", "|---" * 8 + "|"]  # fmt: skip
+    lines = [
+        f"| {name} | seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: "
+        "T = 0 | T = 1 |",
+        "|---" * 8 + "|",
+    ]
     figures = {}
     for arm, ats in found.items():
         row = figures[arm] = {}

@@ -147,9 +147,15 @@ def rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tenso
 
     for number, prompt in enumerate(measure.prompts):
         (result,) = generate(
-            target, drafter, [prompt], measure.max_new_tokens, temperature, measure.seed + number,
-            measure.stop_ids, choose=watch,
-        )  # fmt: skip
+            target,
+            drafter,
+            [prompt],
+            measure.max_new_tokens,
+            temperature,
+            measure.seed + number,
+            measure.stop_ids,
+            choose=watch,
+        )
         whole = result.num_rounds - (result.finish_reason == "stop" and result.num_rounds > 0)
         kept += seen[:whole]
         counts += result.accepted[:whole]
@@ -244,21 +250,37 @@ def main():
         print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
         print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in rows))
     seconds = {size: profile(target, drafter, first, size) for size in config.batch_sizes}
-    found = {"temperatures": temperatures.tolist(), "gaps": gaps,
-             "seconds": {str(size): table.tolist() for size, table in seconds.items()}}  # fmt: skip
+    found = {
+        "temperatures": temperatures.tolist(),
+        "gaps": gaps,
+        "seconds": {str(size): table.tolist() for size, table in seconds.items()},
+    }
     files.write_json(Path(config.drafter) / FILE, found)
     for size, table in seconds.items():
-        print(f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: "
-              + " ".join(f"{1e3 * t:.1f}" for t in table.tolist()))  # fmt: skip
+        print(
+            f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: "
+            + " ".join(f"{1e3 * t:.1f}" for t in table.tolist())
+        )
     print(" batch rule          AL  verified a round   tokens/s")
     for size in config.batch_sizes:
-        rules = {"all": None, "threshold": Threshold(config.threshold, temperatures),
-                 "throughput": Throughput(seconds[size], temperatures)}  # fmt: skip
+        rules = {
+            "all": None,
+            "threshold": Threshold(config.threshold, temperatures),
+            "throughput": Throughput(seconds[size], temperatures),
+        }
         for name, rule in rules.items():
             how = dict(batch_size=size, choose=rule)
             evaluate(target, drafter, second.prompts[:size], 8, config.temperature, **how)
-            one = evaluate(target, drafter, second.prompts, config.max_new_tokens,
-                           config.temperature, config.seed, second.stop_ids, **how)  # fmt: skip
+            one = evaluate(
+                target,
+                drafter,
+                second.prompts,
+                config.max_new_tokens,
+                config.temperature,
+                config.seed,
+                second.stop_ids,
+                **how,
+            )
             nodes = (one.nodes.sum() / one.rounds.sum()).item()
             print(f"{size:6d} {name:11s} {one.mean:5.3f} {nodes:17.2f} {one.tokens_per_s:10.1f}")
 

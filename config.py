@@ -33,21 +33,37 @@ PLAIN_VALUES = {
 }
 FP8_BLOCK = 128  # the block of weights that share a scale
 LINEAR_FIELDS = (
-    "layer_types", "partial_rotary_factor", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-)  # fmt: skip
+    "layer_types",
+    "partial_rotary_factor",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 EXPERT_FIELDS = (
-    "num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "moe_intermediate_size",
     "shared_expert_intermediate_size",
-)  # fmt: skip
-INDEXER_FIELDS = (
-    "indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"
-)  # fmt: skip
+)
+INDEXER_FIELDS = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 STREAM_FIELDS = (
-    "output_gate_type", "hc_count", "hc_lowrank", "ple_layer_ids", "ple_embed_dim",
-    "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base",
-    "make_ngram_vocab_size_divisible_by", "seed", "split_ngram_parts", "eos_token_id",
-)  # fmt: skip
+    "output_gate_type",
+    "hc_count",
+    "hc_lowrank",
+    "ple_layer_ids",
+    "ple_embed_dim",
+    "ple_conv_kernel_size",
+    "ngram_size",
+    "heads_per_ngram",
+    "ngram_vocab_size_base",
+    "make_ngram_vocab_size_divisible_by",
+    "seed",
+    "split_ngram_parts",
+    "eos_token_id",
+)
 FIELDS = {"llama": (), "qwen3": (), "qwen3_5_text": LINEAR_FIELDS}  # beyond the common ones
 FIELDS["qwen4_exp_text"] = LINEAR_FIELDS + EXPERT_FIELDS + INDEXER_FIELDS + STREAM_FIELDS
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -153,8 +169,10 @@ class ModelConfig:
             raise ValueError(f"output_gate_type {self.output_gate_type!r} is not implemented")
         for layer in self.ple_layer_ids:
             if not 1 <= layer <= self.num_hidden_layers or not self.is_linear(layer - 1):
-                raise ValueError(f"ple_layer_ids {list(self.ple_layer_ids)}: {layer} is no "
-                                 "linear_attention layer, counted from 1")  # fmt: skip
+                raise ValueError(
+                    f"ple_layer_ids {list(self.ple_layer_ids)}: {layer} is no "
+                    "linear_attention layer, counted from 1"
+                )
         if self.ngram_size < 2 or self.ple_embed_dim % self.ngram_heads:
             raise ValueError(
                 f"ple_embed_dim {self.ple_embed_dim} does not split into (ngram_size - 1) x "
@@ -249,13 +267,16 @@ def _check_kinds(found: dict, source: str) -> None:
     for name, kind in (kinds | dict.fromkeys(blocks, dict)).items():
         value = found.get(name)
         inner = {"layer_types": str, "ple_layer_ids": int}.get(name, object)
-        if value is not None and not isinstance(value, kind) or (
-            kind is list and not all(isinstance(v, inner) for v in value or ())
+        if (
+            value is not None
+            and not isinstance(value, kind)
+            or (kind is list and not all(isinstance(v, inner) for v in value or ()))
         ):
             raise ValueError(f"{source}: {name} is {value!r}, of the wrong kind")
     stops = found.get("eos_token_id")
-    if stops == [] or not all(isinstance(i, int | None) for i in
-                              (stops if isinstance(stops, list) else [stops])):  # fmt: skip
+    if stops == [] or not all(
+        isinstance(i, int | None) for i in (stops if isinstance(stops, list) else [stops])
+    ):
         raise ValueError(f"{source}: eos_token_id is {stops!r}, no id and no list of ids")
 
 
@@ -285,11 +306,14 @@ def _hybrid_values(values: dict, found: dict, source: str) -> None:
     kinds, layers = values.get("layer_types"), values["num_hidden_layers"]
     interval = found.get("full_attention_interval", 4)
     if not all(isinstance(n, int) and n > 0 for n in (layers, interval)):
-        raise ValueError(f"{source}: num_hidden_layers {layers!r}, full_attention_interval "
-                         f"{interval!r}: no positive numbers")  # fmt: skip
+        raise ValueError(
+            f"{source}: num_hidden_layers {layers!r}, full_attention_interval "
+            f"{interval!r}: no positive numbers"
+        )
     if kinds is None:
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention"
-                 for i in range(layers)]  # fmt: skip
+        kinds = [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)
+        ]
     if values["model_type"] == "qwen4_exp_text":  # both words mean attention with an indexer
         kinds = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
         values.setdefault("ple_embed_dim", values["hidden_size"])

@@ -97,8 +97,10 @@ def read_prompts(path, skip_bad_lines: bool = False) -> list[list[dict]]:
             reason = f"lacks {error}" if isinstance(error, KeyError) else error
             message = f"{path}:{number}: bad line: {reason}"
             if not skip_bad_lines:
-                raise ValueError(f"{message} (train.py and references.py can leave such lines "
-                                 "out: --skip-bad-lines)") from None  # fmt: skip
+                raise ValueError(
+                    f"{message} (train.py and references.py can leave such lines "
+                    "out: --skip-bad-lines)"
+                ) from None
             bad += 1
             print(message, file=sys.stderr)
     if bad:
@@ -207,11 +209,13 @@ class References:
                 raise ValueError(f"{path} holds no references, it lacks {min(lacking)}")
             tokens, lengths, prompts = (file.get_tensor(name).long() for name in names)
         if (
-            tokens.dim() != 2 or not tokens.numel() or int(tokens.min()) < 0
+            tokens.dim() != 2
+            or not tokens.numel()
+            or int(tokens.min()) < 0
             or not lengths.shape == prompts.shape == tokens.shape[:1]
             or not bool(((0 <= prompts) & (prompts < lengths)).all())
             or int(lengths.max()) > tokens.shape[1]
-        ):  # fmt: skip
+        ):
             raise ValueError(f"{path}: no references, or their lengths do not fit them")
         return cls(tokens, lengths, prompts)
 
@@ -247,9 +251,13 @@ class References:
                     prompts.append(ids[:start])
                     responses.append(ids[start:end])
         if refused or too_long:
-            print(f"left out: {refused} conversations without an assistant turn that can be told "
-                  f"apart, {too_long} turns that end beyond {length} tokens")  # fmt: skip
+            print(
+                f"left out: {refused} conversations without an assistant turn that can be told "
+                f"apart, {too_long} turns that end beyond {length} tokens"
+            )
         found = cls.from_lists(prompts, responses, tokenizer.pad_id)
-        print(f"{int((found.lengths - found.prompt_lengths).sum()):,} supervised tokens in "
-              f"{len(found.lengths):,} assistant turns")  # fmt: skip
+        print(
+            f"{int((found.lengths - found.prompt_lengths).sum()):,} supervised tokens in "
+            f"{len(found.lengths):,} assistant turns"
+        )
         return found

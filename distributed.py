@@ -43,11 +43,18 @@ def start(place: str) -> str:
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=JOINING))
     except RuntimeError as error:
-        raise ValueError("the processes did not meet (a port in use, or fewer of them than "
-                         f"WORLD_SIZE): {str(error).splitlines()[0]:.200}") from None  # fmt: skip
+        raise ValueError(
+            "the processes did not meet (a port in use, or fewer of them than "
+            f"WORLD_SIZE): {str(error).splitlines()[0]:.200}"
+        ) from None
     store.set_timeout(PATIENCE)
-    dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=PATIENCE,
-                            store=store, rank=number, world_size=count)  # fmt: skip
+    dist.init_process_group(
+        "nccl" if place.startswith("cuda") else "gloo",
+        timeout=PATIENCE,
+        store=store,
+        rank=number,
+        world_size=count,
+    )
     if rank():
         sys.stdout = open(os.devnull, "w")
     return place
@@ -143,8 +150,12 @@ def shard(model: nn.Module, place) -> None:
     if size() == 1:
         raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
     mesh = init_device_mesh(device().split(":")[0], (size(),))
-    inside = {p for layer in model.layers for name, p in layer.named_parameters()
-              if not name.endswith(TABLE)}  # fmt: skip
+    inside = {
+        p
+        for layer in model.layers
+        for name, p in layer.named_parameters()
+        if not name.endswith(TABLE)
+    }
     whole = set(model.parameters()) - inside
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=whole)

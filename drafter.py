@@ -279,9 +279,15 @@ class Drafter(nn.Module):
 
     @classmethod
     def fresh(
-        cls, target: Target, num_layers: int = 2, block_size: int = 8, mask_token_id=None, seed=0,
-        architecture: str = "DFlashDraftModel", **fields,
-    ):  # fmt: skip
+        cls,
+        target: Target,
+        num_layers: int = 2,
+        block_size: int = 8,
+        mask_token_id=None,
+        seed=0,
+        architecture: str = "DFlashDraftModel",
+        **fields,
+    ):
         """An untrained drafter of the target's width; `fields` of its config. Its backbone is the
         same for every kind; DFlash 2 proposes what DFlash does, of its top k. MASK: the first row
         beyond the tokenizer."""
@@ -291,15 +297,28 @@ class Drafter(nn.Module):
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
         # full rotary even where the target's is partial, dense layers whatever the target's are
         layers = replace(
-            target.config, model_type="qwen3", tie_word_embeddings=False, partial_rotary_factor=1.0,
-            num_hidden_layers=num_layers, layer_types=(), ple_layer_ids=(), intermediate_size=(
-                3 * target.config.hidden_size if target.config.streams
-                else target.config.intermediate_size),
-        )  # fmt: skip
+            target.config,
+            model_type="qwen3",
+            tie_word_embeddings=False,
+            partial_rotary_factor=1.0,
+            num_hidden_layers=num_layers,
+            layer_types=(),
+            ple_layer_ids=(),
+            intermediate_size=(
+                3 * target.config.hidden_size
+                if target.config.streams
+                else target.config.intermediate_size
+            ),
+        )
         config = DrafterConfig(
-            layers, block_size, mask_token_id, tuple(target.tap_ids),
-            target.config.num_hidden_layers, architecture=architecture, **fields,
-        )  # fmt: skip
+            layers,
+            block_size,
+            mask_token_id,
+            tuple(target.tap_ids),
+            target.config.num_hidden_layers,
+            architecture=architecture,
+            **fields,
+        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             plain = Drafter(config.without_heads(), target).apply(init_weights)

@@ -22,9 +22,12 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 SPARK_FIELDS = (
-    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
     "num_anchors",
-)  # fmt: skip
+)
 OF_KIND = {"dflash": (), "dflash2": SELECTOR_FIELDS + SCALES, "dspark": SPARK_FIELDS}
 
 
@@ -113,8 +116,10 @@ class DrafterConfig:
                 f"block_size {self.block_size}: a block holds the anchor and at least one draft"
             )
         if self.layer_types and (len(self.layer_types) != layers or set(self.layer_types) - kinds):
-            raise ValueError(f"layer_types {list(self.layer_types)} are not {layers} of "
-                             f"{' and '.join(sorted(kinds))}")  # fmt: skip
+            raise ValueError(
+                f"layer_types {list(self.layer_types)} are not {layers} of "
+                f"{' and '.join(sorted(kinds))}"
+            )
         if "sliding_attention" in self.layer_types and self.sliding_window < 1:
             raise ValueError(f"sliding_window {self.sliding_window}: sliding layers need one")
         slides = {kind == "sliding_attention" for kind in self.layer_types} or {False}
@@ -132,11 +137,15 @@ class DrafterConfig:
                 f"markov_head_type {self.markov_head_type!r}; there is {', '.join(MARKOV_HEADS)}"
             )
         if self.kind == "dflash2" and self.selector_top_k > self.layers.vocab_size:
-            raise ValueError(f"selector_top_k {self.selector_top_k} is beyond vocab_size "
-                             f"{self.layers.vocab_size}")  # fmt: skip
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} is beyond vocab_size "
+                f"{self.layers.vocab_size}"
+            )
         if self.kind == "dflash2" and self.layers.hidden_size % self.conv_group_size:
-            raise ValueError(f"hidden_size {self.layers.hidden_size} is no multiple of "
-                             f"conv_group_size {self.conv_group_size}")  # fmt: skip
+            raise ValueError(
+                f"hidden_size {self.layers.hidden_size} is no multiple of "
+                f"conv_group_size {self.conv_group_size}"
+            )
 
     @classmethod
     def from_dict(cls, found: dict, source: str) -> "DrafterConfig":
@@ -159,11 +168,14 @@ class DrafterConfig:
             raise ValueError(f"{source}: lacks {', '.join(lacking)}")
         ids, numbers = needed["target_layer_ids"], [needed["block_size"], needed["mask_token_id"]]
         if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, *numbers]):
-            raise ValueError(f"{source}: target_layer_ids {ids} must be a list of integers, "
-                             f"block_size and mask_token_id {numbers} integers")  # fmt: skip
+            raise ValueError(
+                f"{source}: target_layer_ids {ids} must be a list of integers, "
+                f"block_size and mask_token_id {numbers} integers"
+            )
         if field("target_hidden_size", found.get("hidden_size")) != found.get("hidden_size"):
-            raise ValueError(f"{source}: a target_hidden_size other than hidden_size is not "
-                             "implemented")  # fmt: skip
+            raise ValueError(
+                f"{source}: a target_hidden_size other than hidden_size is not implemented"
+            )
         for name in set(SCALES) - set(OF_KIND[KINDS[named[0]]]):
             if field(name) not in (None, getattr(cls, name)):
                 raise ValueError(f"{source}: {name} = {field(name)!r} is not implemented")
@@ -180,9 +192,16 @@ class DrafterConfig:
             own["markov_rank"] = 0
         try:
             return cls(
-                layers, *numbers, tuple(ids), field("num_target_layers"), causal, named[0],
-                types, window, **own,
-            )  # fmt: skip
+                layers,
+                *numbers,
+                tuple(ids),
+                field("num_target_layers"),
+                causal,
+                named[0],
+                types,
+                window,
+                **own,
+            )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 
@@ -200,12 +219,18 @@ class DrafterConfig:
             own |= sizes  # where loaders of these look for it
         # None: by layer kind, which no one word says
         said = {} if self.is_causal is None else {"is_causal": self.is_causal}
-        return {"architectures": [self.architecture]} | self.layers.to_dict() | {
-            "num_target_layers": self.num_target_layers,
-            "layer_types": list(self.layer_types) or ["full_attention"] * layers,
-            "sliding_window": self.sliding_window or None,
-            "use_sliding_window": bool(self.sliding_window),
-        } | said | (own | sizes if flat else sizes | {"dflash_config": own})  # fmt: skip
+        return (
+            {"architectures": [self.architecture]}
+            | self.layers.to_dict()
+            | {
+                "num_target_layers": self.num_target_layers,
+                "layer_types": list(self.layer_types) or ["full_attention"] * layers,
+                "sliding_window": self.sliding_window or None,
+                "use_sliding_window": bool(self.sliding_window),
+            }
+            | said
+            | (own | sizes if flat else sizes | {"dflash_config": own})
+        )
 
     def without_heads(self) -> "DrafterConfig":
         """The DFlash of the same layers: what a fresh drafter of another kind starts as."""

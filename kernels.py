@@ -53,9 +53,11 @@ def serve(v: Tensor, heads: int, width: int, marks, size: int, ours) -> bool:
     """Whether they can do a stretch of values v (B,N,H,D_v) with so many key heads of this width;
     without a gradient, which they do not give."""
     able = v.device.type in PLACES and not v.requires_grad
-    return able and all((mark + 1) % size == 0 for mark in marks) and (
-        agree(v.device, heads, v.shape[2], width, v.shape[3], size, ours)
-    )  # fmt: skip
+    return (
+        able
+        and all((mark + 1) % size == 0 for mark in marks)
+        and (agree(v.device, heads, v.shape[2], width, v.shape[3], size, ours))
+    )
 
 
 @lru_cache

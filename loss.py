@@ -189,8 +189,9 @@ def chunked(
     if totals is None:
         totals = {name: denominator(name, mask, decay, weight) for name in terms}
     if rows is None:
-        V = q_head(q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1]
-                                           for t in (before, None))).shape[-1]  # fmt: skip
+        V = q_head(
+            q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1] for t in (before, None))
+        ).shape[-1]
         rows = max(1, CHUNK_ELEMENTS // (K * W * V))
 
     def part(q_part, p_part, before_part, tokens_part, valid_part, weight_part):
@@ -280,9 +281,7 @@ def main():
     W, V = 4, 8
     p = torch.full((W, V), 0.1 / (V - 1))
     p[:, 0] = 0.9  # the target wants token 0 everywhere
-    print(
-        f"A block of {W}: the target puts 0.9 on one token. Two drafters, each wrong once.\n"
-    )
+    print(f"A block of {W}: the target puts 0.9 on one token. Two drafters, each wrong once.\n")
     print(
         f"{'wrong at':>9} {'CE':>7} {'mean TV':>8} {'E2E-TV':>8} {'E[AL]':>7}   alpha_1..alpha_{W}"
     )
@@ -304,9 +303,7 @@ def main():
     )
     logits = p.roll(1, -1).log().requires_grad_()
     q = logits.softmax(-1)
-    print(
-        "\nGradient at the logits of a drafter wrong everywhere (why training starts with CE):"
-    )
+    print("\nGradient at the logits of a drafter wrong everywhere (why training starts with CE):")
     for name, loss in (
         ("CE", ce(logits, labels, decay=1e9)),
         ("mean TV", tv(p, q)),

@@ -106,14 +106,32 @@ def repetition(tokens: list[int], size: int = REPEAT) -> float:
 
 
 def evaluate(
-    target, drafter, prompts, max_new_tokens, temperature, seed=0, stop_ids=(), batch_size=48,
-    progress="", **how,
+    target,
+    drafter,
+    prompts,
+    max_new_tokens,
+    temperature,
+    seed=0,
+    stop_ids=(),
+    batch_size=48,
+    progress="",
+    **how,
 ) -> Acceptance:
     """Decode the prompts for real and count; `how`: further arguments of `generate`. Prompts that
     end with their first token add nothing."""
     begin = time.perf_counter()
-    results = generate(target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
-                       batch_size=batch_size, progress=progress, **how)  # fmt: skip
+    results = generate(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens,
+        temperature,
+        seed,
+        stop_ids,
+        batch_size=batch_size,
+        progress=progress,
+        **how,
+    )
     seconds = time.perf_counter() - begin
     W = drafter.config.num_draft_tokens if drafter else 0
     steps = torch.arange(1, W + 1)
@@ -139,9 +157,15 @@ class Measure:
     def __call__(self, target, drafter, temperature, share=1.0, progress=""):
         prompts = self.prompts[: max(8, int(len(self.prompts) * share))]  # fewer say nothing
         return evaluate(
-            target, drafter, prompts, self.max_new_tokens, temperature, self.seed, self.stop_ids,
+            target,
+            drafter,
+            prompts,
+            self.max_new_tokens,
+            temperature,
+            self.seed,
+            self.stop_ids,
             progress=progress,
-        )  # fmt: skip
+        )
 
 
 def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
@@ -203,21 +227,32 @@ def report_tasks(target, drafter, tasks: dict, max_new_tokens, temperatures, **h
         sampling = ("seed", "stop_ids", "batch_size", "top_k", "top_p")
         plain = {k: v for k, v in how.items() if k in sampling}
         plain = by_task(target, None, tasks, max_new_tokens, temperature, **plain)
-        print(f"\ntemperature {temperature:g}, {max_new_tokens} tokens a prompt\n"
-              "task          prompts     AL   95 % interval  repeated   tokens/s   plain    "
-              "x")  # fmt: skip
+        print(
+            f"\ntemperature {temperature:g}, {max_new_tokens} tokens a prompt\n"
+            "task          prompts     AL   95 % interval  repeated   tokens/s   plain    "
+            "x"
+        )
         rows = {}
         for name, one in found.items():
             speed, slow = one.tokens_per_s, plain[name].tokens_per_s
             same = temperature > 0 or one.texts == plain[name].texts
             repeated = one.repeated.mean().item()
-            rows[name] = {"al": one.mean, "interval": one.interval(), "repeated": repeated,
-                          "tokens_per_s": speed, "plain_tokens_per_s": slow, "same_text": same,
-                          "survival": one.survival, "conditional": one.conditional}  # fmt: skip
+            rows[name] = {
+                "al": one.mean,
+                "interval": one.interval(),
+                "repeated": repeated,
+                "tokens_per_s": speed,
+                "plain_tokens_per_s": slow,
+                "same_text": same,
+                "survival": one.survival,
+                "conditional": one.conditional,
+            }
             low, high = one.interval()
-            print(f"{name[:14]:14s} {len(one.rounds):6d} {one.mean:6.3f}   [{low:.3f}, {high:.3f}] "
-                  f"{repeated:9.2f} {speed:10.1f} {slow:7.1f}  " +
-                  (f"{speed / slow:.2f}" if same else "THE TEXTS DIFFER"))  # fmt: skip
+            print(
+                f"{name[:14]:14s} {len(one.rounds):6d} {one.mean:6.3f}   [{low:.3f}, {high:.3f}] "
+                f"{repeated:9.2f} {speed:10.1f} {slow:7.1f}  "
+                + (f"{speed / slow:.2f}" if same else "THE TEXTS DIFFER")
+            )
         mean, (low, high) = Tasks(found).mean, Tasks(found).interval()
         print(f"{'mean of tasks':21s} {mean:6.3f}   [{low:.3f}, {high:.3f}]")
         for title, values in (("survival", "survival"), ("given those before", "conditional")):

@@ -575,8 +575,15 @@ def init_weights(module: nn.Module, std: float = 0.02) -> None:
 
 def main():
     torch.manual_seed(0)
-    config = ModelConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=16, head_dim=4,
-                         num_attention_heads=2, num_key_value_heads=1, vocab_size=11)  # fmt: skip
+    config = ModelConfig(
+        num_hidden_layers=1,
+        hidden_size=8,
+        intermediate_size=16,
+        head_dim=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=11,
+    )
     decoder = Decoder(config).apply(init_weights)
     print("a decoder of one layer, tensor by tensor (Hugging Face's names):")
     for name, tensor in decoder.named_parameters():

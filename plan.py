@@ -27,30 +27,65 @@ from target import PREFILL, Target
 
 FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
 _27B = dict(
-    model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408,
-    num_hidden_layers=64, num_attention_heads=24, num_key_value_heads=4, head_dim=256,
-    linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
-    linear_value_head_dim=128, layer_types=FULL, max_position_embeddings=262144,
+    model_type="qwen3_5_text",
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_hidden_layers=64,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    layer_types=FULL,
+    max_position_embeddings=262144,
     rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25),
-)  # fmt: skip
+)
 SIZES = {  # real ones, as their config.json say
     "8B": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
-        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960,
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
         tie_word_embeddings=False,
     ),
     "27B": _27B,
-    "125B": _27B | dict(
-        model_type="qwen4_exp_text", hidden_size=2560, num_hidden_layers=48,
-        num_key_value_heads=2, layer_types=FULL[:48], num_experts=512, num_experts_per_tok=10,
-        moe_intermediate_size=640, shared_expert_intermediate_size=640, indexer_kv_heads=1,
-        indexer_n_heads=4, indexer_head_dim=128, indexer_budget=2048, indexer_compress_ratio=4,
-        hc_count=4, hc_lowrank=320, ple_layer_ids=[2], ngram_size=3, heads_per_ngram=8,
-        ngram_vocab_size_base=20_000_000, eos_token_id=248046, split_ngram_parts=128,
+    "125B": _27B
+    | dict(
+        model_type="qwen4_exp_text",
+        hidden_size=2560,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        layer_types=FULL[:48],
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=640,
+        shared_expert_intermediate_size=640,
+        indexer_kv_heads=1,
+        indexer_n_heads=4,
+        indexer_head_dim=128,
+        indexer_budget=2048,
+        indexer_compress_ratio=4,
+        hc_count=4,
+        hc_lowrank=320,
+        ple_layer_ids=[2],
+        ngram_size=3,
+        heads_per_ngram=8,
+        ngram_vocab_size_base=20_000_000,
+        eos_token_id=248046,
+        split_ngram_parts=128,
         output_gate_type="sigmoid",
     ),
-}  # fmt: skip
+}
 LOGITS = 10  # copies of a chunk's logits that live at once: logits, p, q, minima, their gradients
 SHARE = 0.9  # of a GPU that may be planned with
 
@@ -84,8 +119,12 @@ def drafter_bytes(drafter: Drafter, config, processes: int) -> dict[str, int]:
     count = numbers(drafter)
     learned = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-    kinds = {type(o).__name__: sum(p.numel() for g in o.param_groups for p in g["params"]
-                                   if p.requires_grad) for o in optimizers}  # fmt: skip
+    kinds = {
+        type(o).__name__: sum(
+            p.numel() for g in o.param_groups for p in g["params"] if p.requires_grad
+        )
+        for o in optimizers
+    }
     return {
         "drafter's weights": 4 * count,
         # DDP has buckets beside them
@@ -102,8 +141,11 @@ def passing_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     nodes = A * K * max(W - 1, 0) * on_policy
     wide = c.intermediate_size
     if c.streams:
-        wide = (c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
-                + c.num_streams * c.hidden_size)  # fmt: skip
+        wide = (
+            c.num_experts_per_tok * c.moe_intermediate_size
+            + c.shared_expert_intermediate_size
+            + c.num_streams * c.hidden_size
+        )
     taps = len(d.target_layer_ids)
     kept = sum(trunk_bytes(c, 1, taps, size).values())
     kept -= trunk_bytes(c, 1, 0, size)["recurrent states"]
@@ -164,8 +206,10 @@ def needs(target: Target, drafter: Drafter, config, processes: int, B: int, shar
     outside = numbers(target) - sum(layers)
     spread = {"target's weights": size * numbers(target)}
     if sharded:
-        spread = {"target's weights, a share": size * (outside + -(-sum(layers) // processes)),
-                  "~ three of its layers, gathered": 3 * size * max(layers)}  # fmt: skip
+        spread = {
+            "target's weights, a share": size * (outside + -(-sum(layers) // processes)),
+            "~ three of its layers, gathered": 3 * size * max(layers),
+        }
     taps, every = len(drafter.config.target_layer_ids), config.checkpoint_every
     trunks = trunk_bytes(target.config, T, taps, size, every)
     kept = config.num_references * sum(trunks.values())
@@ -185,8 +229,10 @@ def on_meta(config) -> tuple[Target, Drafter]:
     if found is None:
         path = Path(config.target or ".") / "config.json"
         if not path.is_file():
-            raise ValueError(f"--plan: --target {config.target or '(none)'} is no folder with a "
-                             f"config.json and none of {', '.join(SIZES)}")  # fmt: skip
+            raise ValueError(
+                f"--plan: --target {config.target or '(none)'} is no folder with a "
+                f"config.json and none of {', '.join(SIZES)}"
+            )
         found = read_json(path)
         if "block_size" in found:
             raise ValueError(f"--plan: {config.target} holds a drafter, not a target")
@@ -221,17 +267,23 @@ def chosen(target, drafter, config, processes: int) -> tuple[int, bool, dict] | 
 def plan(config) -> dict:
     """Print and return the plan for one GPU and for eight."""
     if config.mode == "rollout":
-        raise ValueError("--plan: a rollout has as many blocks as its decoding has rounds, which "
-                         "nobody knows before; --mode specopd with as many --num-anchors is "
-                         "near")  # fmt: skip
+        raise ValueError(
+            "--plan: a rollout has as many blocks as its decoding has rounds, which "
+            "nobody knows before; --mode specopd with as many --num-anchors is "
+            "near"
+        )
     target, drafter = on_meta(config)
     table = numbers(target, table=True)
-    print(f"target {config.target}: {numbers(target) / 1e9:.2f} G numbers in bfloat16" +
-          f", and a table of {table / 1e9:.1f} G that stays on the host" * (table > 0))
-    print(f"drafter: {drafter.config.kind}, {len(drafter.layers)} layers, W = "
-          f"{drafter.config.num_draft_tokens}, {numbers(drafter) / 1e9:.2f} G numbers in float32; "
-          f"texts of {config.prompt_length} + {config.response_length} tokens, "
-          f"{config.num_anchors} anchors x {config.num_branches}")  # fmt: skip
+    print(
+        f"target {config.target}: {numbers(target) / 1e9:.2f} G numbers in bfloat16"
+        + f", and a table of {table / 1e9:.1f} G that stays on the host" * (table > 0)
+    )
+    print(
+        f"drafter: {drafter.config.kind}, {len(drafter.layers)} layers, W = "
+        f"{drafter.config.num_draft_tokens}, {numbers(drafter) / 1e9:.2f} G numbers in float32; "
+        f"texts of {config.prompt_length} + {config.response_length} tokens, "
+        f"{config.num_anchors} anchors x {config.num_branches}"
+    )
     figures = {"target_numbers": numbers(target), "drafter_numbers": numbers(drafter)}
     for processes in (1, 8):
         best = chosen(target, drafter, config, processes)
@@ -249,15 +301,20 @@ def plan(config) -> dict:
         print(f"{B} sequences at once on each, {sum(found.values()) / 2**30:.1f} GiB")
         for name, value in found.items():
             print(f"  {name:30s} {value / 2**30:8.2f} GiB")
-        flags = f"--batch-size {batch}" if accum == 1 else (
-            f"--batch-size {config.batch_size} --grad-accum {accum}")  # fmt: skip
+        flags = (
+            f"--batch-size {batch}"
+            if accum == 1
+            else (f"--batch-size {config.batch_size} --grad-accum {accum}")
+        )
         flags += " --shard-target --references FILE" * sharded
         flags += f" --precision {config.precision}" * (config.precision != "float32")
         flags += " --recompute" * config.recompute
         flags += " --cache-gib 0" * ("trunks of all references" not in found)
-        start = f"torchrun --nproc_per_node={processes} train.py" if processes > 1 else (
-            "python train.py")  # fmt: skip
+        start = (
+            f"torchrun --nproc_per_node={processes} train.py"
+            if processes > 1
+            else ("python train.py")
+        )
         print(f"  {start} --device cuda --dtype bfloat16 {flags} ...")
-        figures[str(processes)] = {"fits": True, "sequences": B, "sharded": sharded,
-                                   "bytes": found}  # fmt: skip
+        figures[str(processes)] = {"fits": True, "sequences": B, "sharded": sharded, "bytes": found}
     return figures | {"config": dataclasses.asdict(config)}

@@ -101,10 +101,20 @@ def write_references(config, target, tokenizer, corpus, path: Path) -> Reference
         return References.load(path, made_with)
     if config.drafter:
         start_drafter(config, target, tokenizer)  # what does not fit is said before texts are made
-    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
-                                config.prompt_length, config.seed)  # fmt: skip
-    results = generate(target, None, prompts, config.response_length, 1.0, config.seed,
-                       tokenizer.stop_ids, batch_size=128, progress="references")  # fmt: skip
+    prompts = data.draw_prompts(
+        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
+    )
+    results = generate(
+        target,
+        None,
+        prompts,
+        config.response_length,
+        1.0,
+        config.seed,
+        tokenizer.stop_ids,
+        batch_size=128,
+        progress="references",
+    )
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
     references.save(path, made_with)
     return references
@@ -126,19 +136,24 @@ def prepare(config, out: Path):
     if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = data.load_tokenizer(folder)
-    held = data.draw_prompts(corpus.held_out, tokenizer, config.eval_prompts,
-                             config.prompt_length, config.seed + 1)  # fmt: skip
+    held = data.draw_prompts(
+        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1
+    )
     measure = Measure(held, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
     longest, highest = int(references.lengths.max()), int(references.tokens.max())
     if longest > limit or highest >= target.config.vocab_size:
-        raise ValueError(f"the references have texts of {longest} tokens and ids up to {highest}, "
-                         f"the target {limit} places and {target.config.vocab_size} ids: are they "
-                         "its own?")  # fmt: skip
+        raise ValueError(
+            f"the references have texts of {longest} tokens and ids up to {highest}, "
+            f"the target {limit} places and {target.config.vocab_size} ids: are they "
+            "its own?"
+        )
     longest = int(references.prompt_lengths.max()) + config.response_length
     if config.mode == "rollout" and longest > limit:
-        raise ValueError(f"a prompt and --response-length {config.response_length} make {longest} "
-                         f"tokens, the target's limit is {limit}")  # fmt: skip
+        raise ValueError(
+            f"a prompt and --response-length {config.response_length} make {longest} "
+            f"tokens, the target's limit is {limit}"
+        )
     return target, tokenizer, measure, references
 
 
@@ -146,13 +161,16 @@ def fresh_drafter(config, target: Target, mask: int | None) -> Drafter:
     """An untrained drafter of the kind and size that the flags name."""
     kind = config.drafter_kind or "dflash"
     if config.markov_head and kind != "dspark" or config.rank and kind == "dflash":
-        raise ValueError("--markov-head goes with --drafter-kind dspark, --rank with that and "
-                         "dflash2")  # fmt: skip
+        raise ValueError(
+            "--markov-head goes with --drafter-kind dspark, --rank with that and dflash2"
+        )
     size = (config.block_size or 8) - (kind == "dspark" and not config.block_size)  # W = 7
     rank = config.rank or min(256, target.config.hidden_size)
     head = config.markov_head or "vanilla"
-    fields = {"dspark": dict(markov_rank=rank, markov_head_type=head),
-              "dflash2": dict(selector_rank=rank)}.get(kind, {})  # fmt: skip
+    fields = {
+        "dspark": dict(markov_rank=rank, markov_head_type=head),
+        "dflash2": dict(selector_rank=rank),
+    }.get(kind, {})
     return Drafter.fresh(
         target, config.draft_layers or 2, size, mask, config.seed, ARCHITECTURES[kind], **fields
     )

@@ -103,12 +103,22 @@ class Server:
 
     def respond(self, prompt: list[int], place: int, config, tokenizer) -> list[int] | None:
         """The response's token ids; None where text cannot be told back into them."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": config.response_length,
-                "temperature": config.temperature, "seed": config.seed * 1_000_003 + place,
-                "return_token_ids": True, "skip_special_tokens": False,
-                # a server has defaults of its own, from generation_config.json
-                "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-                "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": config.response_length,
+            "temperature": config.temperature,
+            "seed": config.seed * 1_000_003 + place,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            # a server has defaults of its own, from generation_config.json
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
         answer = self.ask("completions", body)
         try:
             choice = answer["choices"][0]
@@ -122,11 +132,13 @@ class Server:
             ids = [int(i) for i in ids]
             last = choice.get("stop_reason", choice.get("matched_stop"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"--api {self.url}: an answer without {error}: "
-                             f"{json.dumps(answer):.120}") from None  # fmt: skip
+            raise ValueError(
+                f"--api {self.url}: an answer without {error}: {json.dumps(answer):.120}"
+            ) from None
         if any(not 0 <= i < tokenizer.num_tokens for i in ids):
-            raise ValueError(f"--api {self.url}: ids that {config.target} does not have; is it the "
-                             "same model?")  # fmt: skip
+            raise ValueError(
+                f"--api {self.url}: ids that {config.target} does not have; is it the same model?"
+            )
         if stopped and ids and ids[-1] not in tokenizer.stop_ids and tokenizer.stop_ids:
             # servers may leave out what they stopped at; some say what it was
             ids.append(last if last in tokenizer.stop_ids else tokenizer.stop_ids[0])
@@ -141,8 +153,11 @@ def writer(config: ReferencesConfig, tokenizer):
 
         def write(prompts, places):
             with ThreadPoolExecutor(config.api_requests) as pool:
-                return list(pool.map(lambda pair: server.respond(*pair, config, tokenizer),
-                                     zip(prompts, places)))  # fmt: skip
+                return list(
+                    pool.map(
+                        lambda pair: server.respond(*pair, config, tokenizer), zip(prompts, places)
+                    )
+                )
 
         return write, {"api_model": server.model}
     kind = files.dtype_of(config)
@@ -152,9 +167,17 @@ def writer(config: ReferencesConfig, tokenizer):
         raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
 
     def write(prompts, places):
-        results = generate(target, None, prompts, config.response_length, config.temperature,
-                           config.seed, tokenizer.stop_ids, batch_size=config.part,
-                           places=places)  # fmt: skip
+        results = generate(
+            target,
+            None,
+            prompts,
+            config.response_length,
+            config.temperature,
+            config.seed,
+            tokenizer.stop_ids,
+            batch_size=config.part,
+            places=places,
+        )
         return [result.tokens for result in results]
 
     return write, {"target": weights_of(target)}
@@ -166,8 +189,9 @@ def make(config: ReferencesConfig, place: str) -> dict:
     out, lead = Path(config.out), distributed.rank() == 0
     tokenizer = data.load_tokenizer(config.target)
     corpus = data.load_corpus(config.corpus or None, config.skip_bad_lines)
-    prompts = data.draw_prompts(corpus.train, tokenizer, config.num_references,
-                                config.prompt_length, config.seed)  # fmt: skip
+    prompts = data.draw_prompts(
+        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
+    )
     write, known = writer(config, tokenizer)
     made_with = provenance(config, None) | known
     parts_of = made_with | {"temperature": config.temperature, "part": config.part, "by": "length"}
@@ -190,17 +214,19 @@ def make(config: ReferencesConfig, place: str) -> dict:
         return {}
     responses = [one for path in paths for one in files.read_json(path).get("responses", [])]
     if len(responses) != len(prompts):
-        raise ValueError(f"{out}/parts holds {len(responses)} responses to {len(prompts)} prompts: "
-                         "remove it")  # fmt: skip
+        raise ValueError(
+            f"{out}/parts holds {len(responses)} responses to {len(prompts)} prompts: remove it"
+        )
     responses = [response for _, response in sorted(zip(order, responses))]
     pairs = [(p, r) for p, r in zip(prompts, responses) if r is not None]
     found = References.from_lists(*map(list, zip(*pairs)) if pairs else ([], []), tokenizer.pad_id)
     found.save(out / "references.safetensors", made_with)
     figures = {
-        "prompts": len(prompts), "references": len(found.lengths),
+        "prompts": len(prompts),
+        "references": len(found.lengths),
         "not_told_back": len(prompts) - len(pairs),
         "response_tokens": int((found.lengths - found.prompt_lengths).sum()),
-    }  # fmt: skip
+    }
     files.write_json(out / "summary.json", figures | {"config": dataclasses.asdict(config)})
     print(json.dumps(figures))
     return figures

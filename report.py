@@ -20,10 +20,22 @@ from claims import STUDIES, ClaimsConfig
 from files import flag
 from measure import shown
 
-COLOURS = {"ce": "tab:gray", "e2e": "tab:orange", "rollout": "tab:green", "specopd": "tab:blue",
-           "start": "black"}  # fmt: skip
-KINDS = {"decode": "tab:green", "prefill": "tab:gray", "sample": "tab:cyan", "score": "tab:blue",
-         "loss": "tab:orange", "backward": "tab:red", "update": "tab:purple"}  # fmt: skip
+COLOURS = {
+    "ce": "tab:gray",
+    "e2e": "tab:orange",
+    "rollout": "tab:green",
+    "specopd": "tab:blue",
+    "start": "black",
+}
+KINDS = {
+    "decode": "tab:green",
+    "prefill": "tab:gray",
+    "sample": "tab:cyan",
+    "score": "tab:blue",
+    "loss": "tab:orange",
+    "backward": "tab:red",
+    "update": "tab:purple",
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,9 @@ def logs_of(config: ClaimsConfig, name: str) -> dict:
 
 
 def averaged(values: list, window: int) -> list:
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1)
-            for i in range(len(values))]  # fmt: skip
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))
+    ]
 
 
 def curve(seeds: dict, key: str, window: int = 1) -> tuple[list, list, list, list]:
@@ -56,8 +69,12 @@ def curve(seeds: dict, key: str, window: int = 1) -> tuple[list, list, list, lis
     lines = [averaged([value for _, value in row], window) for row in rows]
     steps = [step for step, _ in rows[0]]
     columns = list(zip(*lines))
-    return (steps, [sum(c) / len(c) for c in columns], [min(c) for c in columns],
-            [max(c) for c in columns])  # fmt: skip
+    return (
+        steps,
+        [sum(c) / len(c) for c in columns],
+        [min(c) for c in columns],
+        [max(c) for c in columns],
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -141,8 +158,14 @@ def draw_timelines(plot, path: Path, rows: dict, names: list) -> str:
             spans = [(begin, end - begin) for k, begin, end in rows[name]["spans"] if k == kind]
             # decoding holds its own drafting and scoring, which are drawn inside it
             height = (0, 1) if kind == "decode" else (0.1, 0.8)
-            axis.broken_barh(spans, height, color=colour, label=kind, linewidth=0,
-                             alpha=0.3 if kind == "decode" else 1.0)  # fmt: skip
+            axis.broken_barh(
+                spans,
+                height,
+                color=colour,
+                label=kind,
+                linewidth=0,
+                alpha=0.3 if kind == "decode" else 1.0,
+            )
         tokens = rows[name]["tokens_per_update"]
         axis.set_title(f"{name}: one update, {tokens:,.0f} supervised tokens", fontsize=9)
         axis.set_yticks([])
@@ -165,8 +188,11 @@ def of_claims(config: ReportConfig, out: Path, plot) -> list[str]:
         lines += [f"## {name}", "", *rows, ""]
         own = figures.get("specopd")
         for other in ("ce", "e2e", "rollout") if own else ():
-            gains = [f"T = {t[1:]} {shown(own[t]['over'][other])}" for t in own
-                     if other in own[t]["over"]]  # fmt: skip
+            gains = [
+                f"T = {t[1:]} {shown(own[t]['over'][other])}"
+                for t in own
+                if other in own[t]["over"]
+            ]
             lines += [f"- SpecOPD over {other}: {', '.join(gains)}"] if gains else []
         logs = logs_of(kept, name)
         write_curves(out, name, logs)
@@ -182,34 +208,56 @@ def of_bench(folder: Path, out: Path, plot) -> list[str]:
     title = folder.name
     if "throughput" in figures:
         rows = figures["throughput"]["rows"]
-        lines += [f"## {title}: throughput", "",
-                  "| | updates/s | tokens/update | tokens/s | where the time goes |",
-                  "|---" * 5 + "|"]  # fmt: skip
+        lines += [
+            f"## {title}: throughput",
+            "",
+            "| | updates/s | tokens/update | tokens/s | where the time goes |",
+            "|---" * 5 + "|",
+        ]
         for name, row in rows.items():
             shares = ", ".join(f"{k} {100 * v:.0f} %" for k, v in row["shares"].items())
-            lines.append(f"| {name} | {row['updates_per_s']:.2f} | {row['tokens_per_update']:,.0f} "
-                         f"| {row['tokens_per_s']:,.0f} | {shares} |")  # fmt: skip
+            lines.append(
+                f"| {name} | {row['updates_per_s']:.2f} | {row['tokens_per_update']:,.0f} "
+                f"| {row['tokens_per_s']:,.0f} | {shares} |"
+            )
         if plot:
             speeds = {name: row["tokens_per_s"] for name, row in rows.items()}
             ways = ["rollouts, 8 at once", figures["throughput"]["best"]]
-            lines += ["", draw_bars(plot, out / f"{title}-throughput.png", speeds,
-                                    "supervised tokens per second"), "",
-                      draw_timelines(plot, out / f"{title}-timelines.png", rows, ways)]  # fmt: skip
+            lines += [
+                "",
+                draw_bars(
+                    plot, out / f"{title}-throughput.png", speeds, "supervised tokens per second"
+                ),
+                "",
+                draw_timelines(plot, out / f"{title}-timelines.png", rows, ways),
+            ]
         lines.append("")
     if "speed" in figures:
         sizes = {k: v for k, v in figures["speed"].items() if k != "config"}
         arms = list(next(iter(sizes.values()))["geometric_means"])
-        lines += [f"## {title}: generation, times plain decoding", "",
-                  f"| | {' | '.join(arms)} |", "|---" * (1 + len(arms)) + "|"]  # fmt: skip
+        lines += [
+            f"## {title}: generation, times plain decoding",
+            "",
+            f"| | {' | '.join(arms)} |",
+            "|---" * (1 + len(arms)) + "|",
+        ]
         for size, found in sizes.items():
             for task, row in found["tasks"].items():
                 plain = row["off"]["tokens_per_s"]
-                cells = [f"{one['tokens_per_s']:.1f}/s, AL {one['al']:.3f}, " +
-                         (f"{one['tokens_per_s'] / plain:.2f}x" if one["same_text"] else
-                          "THE TEXTS DIFFER") for one in row.values()]  # fmt: skip
+                cells = [
+                    f"{one['tokens_per_s']:.1f}/s, AL {one['al']:.3f}, "
+                    + (
+                        f"{one['tokens_per_s'] / plain:.2f}x"
+                        if one["same_text"]
+                        else "THE TEXTS DIFFER"
+                    )
+                    for one in row.values()
+                ]
                 lines.append(f"| {task}, {size} | {' | '.join(cells)} |")
-            means = [f"{mean:.2f}x" if mean else "texts differ"
-                     for mean in found["geometric_means"].values()]  # fmt: skip
+            means = [
+                f"{mean:.2f}x" if mean else "texts differ"
+                for mean in found["geometric_means"].values()
+            ]
             lines.append(f"| geometric mean, {size} | {' | '.join(means)} |")
         lines.append("")
     others = [key for key in figures if key not in ("throughput", "speed")]
@@ -234,8 +282,9 @@ def report(config: ReportConfig) -> dict:
         try:
             lines += of_bench(Path(folder), out, plot)
         except KeyError as error:
-            raise ValueError(f"{folder}/summary.json lacks {error}: an older version's? run the "
-                             "bench again") from None  # fmt: skip
+            raise ValueError(
+                f"{folder}/summary.json lacks {error}: an older version's? run the bench again"
+            ) from None
     if not lines:
         raise ValueError(f"{config.claims} holds no finished study, and no --benches are given")
     write_text(out / "report.md", "\n".join(["# What was measured", "", *lines]))

@@ -60,8 +60,10 @@ def agree(saved: dict | None, texts: Tensor) -> None:
     mine = torch.tensor([start, start**2, known, known**2], device=distributed.device())
     sums = distributed.total(mine).tolist()
     if sums[:2] != [size * start, size * start**2]:
-        raise ValueError(f"this process goes on from step {start} (-1: it found none), others do "
-                         "not: is the disk the same for all?")  # fmt: skip
+        raise ValueError(
+            f"this process goes on from step {start} (-1: it found none), others do "
+            "not: is the disk the same for all?"
+        )
     if sums[2:] != [size * known, size * known**2]:
         raise ValueError("the processes have different references: is the disk the same for all?")
     for one in saved["damaged"] if saved and distributed.rank() == 0 else ():
@@ -92,8 +94,9 @@ def restore(saved: dict, drafter: nn.Module, optimizers: list) -> None:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{saved['path']} does not fit this drafter: "
-                         f"{' '.join(str(error).split()):.200}") from None  # fmt: skip
+        raise ValueError(
+            f"{saved['path']} does not fit this drafter: {' '.join(str(error).split()):.200}"
+        ) from None
 
 
 def save(folder: Path, state: dict, keep: int = 1) -> None:
@@ -103,8 +106,10 @@ def save(folder: Path, state: dict, keep: int = 1) -> None:
         try:
             torch.save(state, temporary)
         except RuntimeError as error:  # how torch says that the disk is full
-            raise OSError(f"{newest} could not be written, the one before it is intact: "
-                          f"{str(error).splitlines()[0]:.120}") from None  # fmt: skip
+            raise OSError(
+                f"{newest} could not be written, the one before it is intact: "
+                f"{str(error).splitlines()[0]:.120}"
+            ) from None
         for age in reversed(range(1, keep)):  # the new one is whole: the others grow older
             if place(folder, age - 1).is_file():
                 os.replace(place(folder, age - 1), place(folder, age))

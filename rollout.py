@@ -71,25 +71,42 @@ class Recorder:
         self.taps[rows[:, None], slots] = at(scored.taps, path.clamp(min=0))
         hidden = scored.hidden[:, 0, 0, :W]  # (B', W, C)
         parts = {"anchors": anchors[:, 0], "tokens": drafts, "hidden": hidden}
-        whole = {"anchors": anchors.new_full((B,), -1), "tokens": drafts.new_zeros(B, W),
-                 "hidden": hidden.new_zeros(B, *hidden.shape[1:])}  # fmt: skip
+        whole = {
+            "anchors": anchors.new_full((B,), -1),
+            "tokens": drafts.new_zeros(B, W),
+            "hidden": hidden.new_zeros(B, *hidden.shape[1:]),
+        }
         for name, part in parts.items():
             whole[name][rows] = part
         self.rounds.append(whole)
 
 
 def collect(
-    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int,
-    temperature: float = 1.0, seed: int = 0, stop_ids=(), places=None,
-) -> Blocks:  # fmt: skip
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    stop_ids=(),
+    places=None,
+) -> Blocks:
     """Decode the prompts in one batch with the drafter as it is now."""
     W = drafter.config.num_draft_tokens
     longest = max(map(len, prompts)) + max_new_tokens + W + 1
     recorder = Recorder(longest)
     results = generate(
-        target, drafter, prompts, max_new_tokens, temperature, seed, stop_ids,
-        batch_size=len(prompts), watch=recorder, places=places,
-    )  # fmt: skip
+        target,
+        drafter,
+        prompts,
+        max_new_tokens,
+        temperature,
+        seed,
+        stop_ids,
+        batch_size=len(prompts),
+        watch=recorder,
+        places=places,
+    )
     if not recorder.rounds:  # every response ended with its first token: nothing to learn
         B, C = len(prompts), target.config.hidden_size
         nothing = torch.zeros(B, W, C, device=recorder.taps.device, dtype=recorder.taps.dtype)
@@ -104,7 +121,11 @@ def collect(
         for name in ("anchors", "tokens", "hidden")
     )  # (B, R), (B, R, W), (B, R, W, C)
     trunk = Trunk(
-        tokens, lengths, [], drafter.config.target_layer_ids, int(lengths.max()),
+        tokens,
+        lengths,
+        [],
+        drafter.config.target_layer_ids,
+        int(lengths.max()),
         taps=recorder.taps[:, : tokens.shape[1]].clone(),
-    )  # fmt: skip
+    )
     return Blocks(trunk, anchors, drafts[:, :, None], hidden[:, :, None])

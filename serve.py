@@ -158,18 +158,44 @@ def generate(
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
         _generate_batch(
-            target, drafter, prompts[part], results[part], places[part], max_new_tokens, sampling,
-            draft, seed, set(stop_ids), bar, num_branches, draft_length, choose, watch,
-        )  # fmt: skip
+            target,
+            drafter,
+            prompts[part],
+            results[part],
+            places[part],
+            max_new_tokens,
+            sampling,
+            draft,
+            seed,
+            set(stop_ids),
+            bar,
+            num_branches,
+            draft_length,
+            choose,
+            watch,
+        )
     bar.close()
     return results
 
 
 @torch.inference_mode()
 def _generate_batch(
-    target, drafter, prompts, results, places, max_new, sampling, draft, seed, stop, bar, K,
-    draft_length, choose, watch,
-):  # fmt: skip
+    target,
+    drafter,
+    prompts,
+    results,
+    places,
+    max_new,
+    sampling,
+    draft,
+    seed,
+    stop,
+    bar,
+    K,
+    draft_length,
+    choose,
+    watch,
+):
     device = target.lm_head.weight.device
     W = drafter.config.num_draft_tokens if drafter else 0
     most = n = min(draft_length or W, W)  # of which so many are verified
@@ -231,8 +257,9 @@ def _generate_batch(
         # 3. judge it, of several the one that is right for longest
         right = drafts[:, 0] == logits[:, :, :n].argmax(-1) if K > 1 else drafts[:, 0] >= 0
         best = right.long().cumprod(-1).sum(-1).argmax(1)  # (B,)
-        logits, drafts, slots = (x[rows[: len(best)], best] for x in
-                                 (logits, drafts[:, 0], tree.slots[:, 0]))  # fmt: skip
+        logits, drafts, slots = (
+            x[rows[: len(best)], best] for x in (logits, drafts[:, 0], tree.slots[:, 0])
+        )
         q = None if q is None else q[:, 0, 0, :n]
         # the next token's uniform is the last, however many drafts are verified
         u_judge = None if u is None else torch.cat([u[:, K * W : K * W + n], u[:, -1:]], 1)
@@ -310,14 +337,20 @@ class ServeConfig:
     top_p: float = files.flag(1.0, "sample among the likeliest that make up this share; 1 is off")
     num_branches: int = files.flag(1, "chains drafted per round, greedy decoding only", low=1)
     draft_length: int = files.flag(0, "drafts verified of each chain; 0: all", low=0)
-    verify_by: str = files.flag("", "choose how many by the drafter's confidence (confidence.py)",
-                                choices=("", "threshold", "throughput"))  # fmt: skip
+    verify_by: str = files.flag(
+        "",
+        "choose how many by the drafter's confidence (confidence.py)",
+        choices=("", "threshold", "throughput"),
+    )
     confidence_threshold: float = files.flag(0.5, "of --verify-by threshold", low=0)
     batch_size: int = files.flag(32, "prompts decoded at once")
     seed: int = files.flag(0, "of everything drawn")
     compare: bool = files.flag(True, "decode plainly too, for the speed-up and as a check")
-    color: str = files.flag("auto", "mark accepted drafts by colour, or by [brackets]",
-                           choices=("auto", "always", "never"))  # fmt: skip
+    color: str = files.flag(
+        "auto",
+        "mark accepted drafts by colour, or by [brackets]",
+        choices=("auto", "always", "never"),
+    )
     device: str = files.flag("cpu", "cpu or cuda")
     dtype: str = files.flag("", "empty: what the target's config names", choices=files.DTYPES)
 
@@ -353,10 +386,18 @@ def measure_tasks(config: ServeConfig, target, drafter, tokenizer, how: dict) ->
     size = config.eval_prompts, config.eval_length
     tasks = read_tasks(config.eval, tokenizer, *size, config.seed)
     figures = report_tasks(
-        target, drafter, tasks, config.max_new_tokens, config.temperatures, seed=config.seed,
-        stop_ids=tokenizer.stop_ids, batch_size=config.batch_size, top_k=config.top_k,
-        top_p=config.top_p, **how,
-    )  # fmt: skip
+        target,
+        drafter,
+        tasks,
+        config.max_new_tokens,
+        config.temperatures,
+        seed=config.seed,
+        stop_ids=tokenizer.stop_ids,
+        batch_size=config.batch_size,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        **how,
+    )
     if config.out:
         path = Path(config.out) / "summary.json"
         files.write_json(path, figures | {"config": dataclasses.asdict(config)})
@@ -371,9 +412,7 @@ def main():
         asked += [data.first_turn(messages) for messages in data.read_prompts(config.prompts)]
     if not asked and not config.eval:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
-    target = Target.from_pretrained(
-        config.target, config.device, files.dtype_of(config)
-    )
+    target = Target.from_pretrained(config.target, config.device, files.dtype_of(config))
     tokenizer = data.load_tokenizer(config.target)
     drafter = None
     if config.drafter:

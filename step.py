@@ -42,9 +42,15 @@ def arithmetic(config):
 
 
 def draw(
-    config, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor | None,
-    weight: Tensor | None, stop_ids, rollout: Blocks | None = None,
-) -> Blocks:  # fmt: skip
+    config,
+    drafter: Drafter,
+    trunk: Trunk,
+    anchors: Tensor,
+    uniforms: Tensor | None,
+    weight: Tensor | None,
+    stop_ids,
+    rollout: Blocks | None = None,
+) -> Blocks:
     """What is supervised at anchors (B,A), -1 = absent, of weight (B,A) in the loss; uniforms
     (B,A,K,W) draw the branches. A rollout's blocks are there already."""
     W, (B, A) = drafter.config.num_draft_tokens, anchors.shape
@@ -64,9 +70,13 @@ def draw(
         sampling = Sampling(config.branch_temperature)
         with arithmetic(config):
             proposal = drafter.propose(
-                trunk, anchors, config.num_branches, sampling, uniforms,
+                trunk,
+                anchors,
+                config.num_branches,
+                sampling,
+                uniforms,
                 num_greedy=config.num_greedy,
-            )  # fmt: skip
+            )
         tokens = proposal.tokens
         hidden = proposal.hidden if proposal.hidden.requires_grad else None
         valid = until_stop(tokens, stop_ids) & present  # (B, A, K, W)
@@ -81,9 +91,17 @@ def draw(
         if needs_p(config, drafter):  # p_k from a+k-1
             p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
     return Blocks(
-        trunk.lean(), anchors, tokens, p_hidden, weight, valid, text, labelled, hidden,
+        trunk.lean(),
+        anchors,
+        tokens,
+        p_hidden,
+        weight,
+        valid,
+        text,
+        labelled,
+        hidden,
         {"nodes": nodes, "unmerged": unmerged},
-    )  # fmt: skip
+    )
 
 
 def terms_of(config, drafter: Drafter) -> tuple[dict, dict]:
@@ -108,8 +126,12 @@ def divisors(config, drafter: Drafter, parts: list[Blocks]) -> tuple[dict, dict]
     def own(part: Blocks) -> Tensor:
         masks = [mask.flatten(0, 1) for mask in (part.valid, part.labelled)]
         weight = None if part.weight is None else part.weight.flatten()
-        return torch.stack([losses.denominator(name, masks[which], config.ce_decay, weight)
-                            for which, name in names])  # fmt: skip
+        return torch.stack(
+            [
+                losses.denominator(name, masks[which], config.ce_decay, weight)
+                for which, name in names
+            ]
+        )
 
     sums = dict(zip(names, distributed.total(sum(own(part) for part in parts))))
     return tuple({name: sums[which, name] for name in terms} for which, terms in enumerate(both))
@@ -131,12 +153,20 @@ def step_loss(config, drafter: Drafter, part: Blocks, divisor=None) -> tuple[Ten
             for t in (hidden, p_hidden, history(first, tokens), tokens, valid)
         )
         return losses.chunked(
-            terms[which], q_rows, within(config, head), valid_rows, p_hidden=p_rows,
-            p_head=drafter.target.head, before=before_rows, tokens=token_rows,
+            terms[which],
+            q_rows,
+            within(config, head),
+            valid_rows,
+            p_hidden=p_rows,
+            p_head=drafter.target.head,
+            before=before_rows,
+            tokens=token_rows,
             weight=None if part.weight is None else part.weight.flatten(),
             confidence=within(config, partial(drafter.confidence, detached=alone)),
-            temperature=heat(config), decay=config.ce_decay, totals=divisor and divisor[which],
-        )  # fmt: skip
+            temperature=heat(config),
+            decay=config.ce_decay,
+            totals=divisor and divisor[which],
+        )
 
     def base(hidden, before, labels):
         return drafter.finished(drafter.unary(hidden))
@@ -228,9 +258,15 @@ def decode(config, drafter, references, rows, step: int, stop_ids) -> Blocks:
         references.tokens[row, : references.prompt_lengths[row]].tolist() for row in rows.tolist()
     ]
     return collect(
-        drafter.target, drafter, prompts, config.response_length, config.branch_temperature,
-        config.seed * 1_000_003 + step, stop_ids, rows.tolist(),
-    )  # fmt: skip
+        drafter.target,
+        drafter,
+        prompts,
+        config.response_length,
+        config.branch_temperature,
+        config.seed * 1_000_003 + step,
+        stop_ids,
+        rows.tolist(),
+    )
 
 
 def next_batch(config, drafter, trunks: Trunks, step, stop_ids, hard=None) -> list[Blocks]:
@@ -270,8 +306,10 @@ def hardness(drafter: Drafter, trunks: Trunks, temperature: float) -> Tensor:
         for part in places.split(max(1, losses.CHUNK_ELEMENTS // V)):
             before = trunk.tokens[0, part, None]
             logits = drafter.logits(first[part, None], before[..., None])[:, 0, 0]  # (n, V)
-            p, q = ((one.float() / temperature).softmax(-1)
-                    for one in (drafter.target.head(trunk.hidden[0, part]), logits))  # fmt: skip
+            p, q = (
+                (one.float() / temperature).softmax(-1)
+                for one in (drafter.target.head(trunk.hidden[0, part]), logits)
+            )
             found[row, part.cpu()] = 1 - losses.acceptance(p, q).cpu()
     inside = torch.arange(found.shape[1]) < references.lengths[:, None]
     return (found + found[inside].mean()) / 2

@@ -57,9 +57,13 @@ def story(config: TrainConfig, out: Path) -> None:
 
 
 TITLES = {
-    "fresh": "fresh (1/4 of them)", "start": "offline CE (the start)", "ce": "  + CE",
-    "e2e": "  + offline E2E-TV", "specopd": "  + SpecOPD", "rollout": "  + rollouts",
-}  # fmt: skip
+    "fresh": "fresh (1/4 of them)",
+    "start": "offline CE (the start)",
+    "ce": "  + CE",
+    "e2e": "  + offline E2E-TV",
+    "specopd": "  + SpecOPD",
+    "rollout": "  + rollouts",
+}
 
 
 def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: float) -> None:

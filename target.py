@@ -36,24 +36,50 @@ from model import Decoder, init_weights
 from tokenizer import load_tokenizer
 from tree import ProposalTree, at, build_tree, causal_view, place, with_room
 
-WIDE = dict(vocab_size=264, hidden_size=128, intermediate_size=384, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)  # fmt: skip
+WIDE = dict(
+    vocab_size=264,
+    hidden_size=128,
+    intermediate_size=384,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=2048,
+)
 MIXED = dict(  # three linear layers to one of attention
-    num_hidden_layers=8, layer_types=(*("linear_attention",) * 3, "full_attention") * 2,
-    partial_rotary_factor=0.5, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=32, linear_value_head_dim=32,
-)  # fmt: skip
+    num_hidden_layers=8,
+    layer_types=(*("linear_attention",) * 3, "full_attention") * 2,
+    partial_rotary_factor=0.5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)
 TOYS = {  # deep and narrow: at batch 1 a step costs its layers, which is what drafting saves
     "gqa": ModelConfig(num_hidden_layers=7, **WIDE),
     "gdn": ModelConfig("qwen3_5_text", **WIDE, **MIXED),
     "qsa": ModelConfig(
-        "qwen4_exp_text", **WIDE, **MIXED, output_gate_type="sigmoid", num_experts=8,
-        num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
-        indexer_n_heads=4, indexer_head_dim=32, indexer_budget=64, hc_count=2, hc_lowrank=32,
-        ple_layer_ids=(2,), ple_embed_dim=128, heads_per_ngram=4, ngram_vocab_size_base=2000,
-        make_ngram_vocab_size_divisible_by=8, split_ngram_parts=2, eos_token_id=256,
+        "qwen4_exp_text",
+        **WIDE,
+        **MIXED,
+        output_gate_type="sigmoid",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        indexer_n_heads=4,
+        indexer_head_dim=32,
+        indexer_budget=64,
+        hc_count=2,
+        hc_lowrank=32,
+        ple_layer_ids=(2,),
+        ple_embed_dim=128,
+        heads_per_ngram=4,
+        ngram_vocab_size_base=2000,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=2,
+        eos_token_id=256,
     ),
-}  # fmt: skip
+}
 PREFILL = 1024  # tokens run at once: memory grows with a text's length, not its square
 
 
@@ -77,8 +103,10 @@ class Trunk:
         them is longer."""
 
         def cut(held: dict, names) -> dict:
-            return {name: None if t is None else t[rows, :width] if name in names else t[rows]
-                    for name, t in held.items()}  # fmt: skip
+            return {
+                name: None if t is None else t[rows, :width] if name in names else t[rows]
+                for name, t in held.items()
+            }
 
         states = [cut(state, replay.by_position(state)) for state in self.states]
         held = {name: getattr(self, name) for name in ("tokens", "lengths", "hidden", "taps")}
@@ -153,9 +181,14 @@ class Target(nn.Module):
 
     @torch.no_grad()
     def prefill(
-        self, tokens: Tensor, lengths: Tensor, room: int = 0, tap_ids=None, chunk: int = PREFILL,
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        room: int = 0,
+        tap_ids=None,
+        chunk: int = PREFILL,
         checkpoint_every: int | None = None,
-    ) -> Trunk:  # fmt: skip
+    ) -> Trunk:
         """Run a right-padded batch tokens (B,T), lengths (B,), `chunk` tokens at a time. `room`:
         slots to commit into without copying; `tap_ids`: the layers to tap, by default the target's
         own; `checkpoint_every`: tokens between recurrent states kept, so that a tree may hang
@@ -322,8 +355,10 @@ class Target(nn.Module):
                 raise ValueError(f"{folder}/tokenizer.json: ids that are no numbers") from None
             target.num_tokens = max(ids, default=config.vocab_size - 1) + 1
             if target.num_tokens > config.vocab_size:
-                raise ValueError(f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size "
-                                 f"is {config.vocab_size}")  # fmt: skip
+                raise ValueError(
+                    f"{folder}: the tokenizer has {target.num_tokens} ids, vocab_size "
+                    f"is {config.vocab_size}"
+                )
         distributed.warm_up()
         return target.requires_grad_(False)
 
@@ -419,11 +454,15 @@ def describe(folder: str) -> None:
     layers = f"{config.num_hidden_layers - linear} of {kind}, {heads} of {config.head_dim}"
     print(f"layers      {config.num_hidden_layers}: {layers}")
     if linear:
-        print(f"            {linear} of gated delta net, {config.linear_num_value_heads} value and "
-              f"{config.linear_num_key_heads} key heads")  # fmt: skip
+        print(
+            f"            {linear} of gated delta net, {config.linear_num_value_heads} value and "
+            f"{config.linear_num_key_heads} key heads"
+        )
     if config.streams:
-        print(f"            {config.num_experts_per_tok} of {config.num_experts} experts and a "
-              f"shared one; n-gram layers {list(config.ple_layer_ids)}")  # fmt: skip
+        print(
+            f"            {config.num_experts_per_tok} of {config.num_experts} experts and a "
+            f"shared one; n-gram layers {list(config.ple_layer_ids)}"
+        )
     print(f"parameters  {sum(p.numel() for p in own):,}")
     print(f"bytes       {sum(p.nbytes for p in own):,}, {target.lm_head.weight.dtype}")
     print(f"taps        layers {list(target.tap_ids)}, unless a drafter wants others")

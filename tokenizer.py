@@ -119,8 +119,13 @@ def _template(text: str) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)  # fmt: skip
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
@@ -164,9 +169,16 @@ def write_byte_tokenizer(folder) -> None:
     added = [{"id": i, "content": text} | flags for text, i in special.items()]
     write_json(
         Path(folder) / "tokenizer.json",
-        {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
-         "post_processor": None, "decoder": level, "model": model},
-    )  # fmt: skip
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": model,
+        },
+    )
     names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
     names["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(Path(folder) / "tokenizer_config.json", names)
@@ -180,8 +192,10 @@ def load_tokenizer(folder) -> Tokenizer:
     try:
         return _loaded(folder)
     except (AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{folder}: tokenizer.json or a file beside it is not of the form of a "
-                         f"byte-level BPE: {error!r}") from None  # fmt: skip
+        raise ValueError(
+            f"{folder}: tokenizer.json or a file beside it is not of the form of a "
+            f"byte-level BPE: {error!r}"
+        ) from None
 
 
 def _loaded(folder: Path) -> Tokenizer:
@@ -197,8 +211,10 @@ def _loaded(folder: Path) -> Tokenizer:
     added = file.get("added_tokens") or []
     for token in added:
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise ValueError(f"{source}: added token {token['content']!r} with lstrip, rstrip or "
-                             "single_word is not implemented")  # fmt: skip
+            raise ValueError(
+                f"{source}: added token {token['content']!r} with lstrip, rstrip or "
+                "single_word is not implemented"
+            )
     special = {token["content"]: token["id"] for token in added}
     ids = {**model["vocab"], **special}
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids.values()) or (

@@ -70,11 +70,15 @@ class TrainConfig:
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
     response_length: int = flag(192, "tokens per response, at most", low=2)
     # the drafter
-    drafter_kind: str = flag("", "dflash, dspark, dflash2; empty: the given drafter's, else dflash",
-                             choices=("", *ARCHITECTURES))  # fmt: skip
+    drafter_kind: str = flag(
+        "",
+        "dflash, dspark, dflash2; empty: the given drafter's, else dflash",
+        choices=("", *ARCHITECTURES),
+    )
     markov_head: str = flag("", "of a fresh dspark; empty: vanilla", choices=("", *MARKOV_HEADS))
-    rank: int = flag(0, "of a fresh dspark's or dflash2's low-rank tables; 0: 256, at most the "
-                        "width", low=0)  # fmt: skip
+    rank: int = flag(
+        0, "of a fresh dspark's or dflash2's low-rank tables; 0: 256, at most the width", low=0
+    )
     draft_layers: int = flag(0, "decoder layers; 0: the given drafter's, 2 for a fresh one", low=0)
     block_size: int = flag(0, "b = W + 1; 0: the given drafter's, 8 for a fresh one", low=0)
     mask_token_id: int = flag(-1, "MASK's row; -1: the given drafter's, or a spare one", low=-1)
@@ -83,29 +87,43 @@ class TrainConfig:
     ways: tuple = flag(MODES[:3], "story: which ways to go on from there")
     steps: int = flag(250, "training steps (story: of each way)", low=1)
     batch_size: int = flag(8, "references per step", low=1)
-    grad_accum: int = flag(1, "parts of a process's share of the batch, one at a time in memory; "
-                              "the gradient is the same", low=1)  # fmt: skip
-    bucket: int = flag(1, "sort the references of so many batches by length, so that one batch "
-                          "holds similar ones; 1: as they come", low=1)  # fmt: skip
+    grad_accum: int = flag(
+        1,
+        "parts of a process's share of the batch, one at a time in memory; "
+        "the gradient is the same",
+        low=1,
+    )
+    bucket: int = flag(
+        1,
+        "sort the references of so many batches by length, so that one batch "
+        "holds similar ones; 1: as they come",
+        low=1,
+    )
     num_anchors: int = flag(16, "A, anchors per reference", low=1)
     num_branches: int = flag(2, "K, branches per anchor (specopd)", low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
     num_greedy: int = flag(1, "of the K branches, how many are the drafter's argmax", low=0)
     branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
     loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
-    reuse: int = flag(1, "steps on one drawing of branches (specopd), on one decoding (rollout)",
-                      low=1)  # fmt: skip
+    reuse: int = flag(
+        1, "steps on one drawing of branches (specopd), on one decoding (rollout)", low=1
+    )
     # NOTE(paper): drawing anchors by need is ours; each is weighted so that the loss stays the same
-    anchors: str = flag("uniform", "where branches hang: uniform, or more often where the drafter "
-                        "that the run starts from fails (hard)",
-                        choices=("uniform", "hard"))  # fmt: skip
+    anchors: str = flag(
+        "uniform",
+        "where branches hang: uniform, or more often where the drafter "
+        "that the run starts from fails (hard)",
+        choices=("uniform", "hard"),
+    )
     loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
     ce_weight: float = flag(0.0, "share of CE on the text mixed into e2e, specopd, rollout", low=0)
     confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
     # NOTE(paper): E2E-TV's gradient is small beside this one, which then undoes what it gains
-    detach_confidence: str = flag("online", "when that loss teaches its head alone: online (not in "
-                                  "ce), always, never",
-                                  choices=("online", "always", "never"))  # fmt: skip
+    detach_confidence: str = flag(
+        "online",
+        "when that loss teaches its head alone: online (not in ce), always, never",
+        choices=("online", "always", "never"),
+    )
     ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0.01)
     merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
     matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
@@ -113,10 +131,15 @@ class TrainConfig:
     warmup: int = flag(20, "steps of linear warm-up")
     cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
     clip: float = flag(1.0, "largest gradient norm", low=0)
-    precision: str = flag("float32", "the drafter's arithmetic in training; its weights stay "
-                          "float32", choices=("float32", "bfloat16"))  # fmt: skip
-    recompute: bool = flag(False, "run the drafter's layers again in the backward pass instead of "
-                           "keeping what they computed")  # fmt: skip
+    precision: str = flag(
+        "float32",
+        "the drafter's arithmetic in training; its weights stay float32",
+        choices=("float32", "bfloat16"),
+    )
+    recompute: bool = flag(
+        False,
+        "run the drafter's layers again in the backward pass instead of keeping what they computed",
+    )
     compile: bool = flag(False, "torch.compile for the drafter's layers and the target's MLPs")
     cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
     checkpoint_every: int = flag(0, "tokens between recurrent states kept; 0: see target.py", low=0)
@@ -125,13 +148,20 @@ class TrainConfig:
     eval_prompts: int = flag(96, "held-out prompts; a quarter, but 8 at least, in training", low=1)
     eval_tokens: int = flag(128, "tokens decoded per prompt", low=2)
     save_every: int = flag(100, "steps between two checkpoints", low=1)
-    keep: int = flag(2, "checkpoints kept: the last ones (the drafter of the best AL is kept, too)",
-                     low=1)  # fmt: skip
-    spike: float = flag(100.0, "leave out a step whose gradient is so many times as large as it "
-                        "was lately; 0: none", low=0)  # fmt: skip
+    keep: int = flag(
+        2, "checkpoints kept: the last ones (the drafter of the best AL is kept, too)", low=1
+    )
+    spike: float = flag(
+        100.0,
+        "leave out a step whose gradient is so many times as large as it was lately; 0: none",
+        low=0,
+    )
     max_skipped: int = flag(10, "end the run after so many left out in a row", low=1)
-    plan: bool = flag(False, "say what the run needs of 1 and of 8 GPUs, and do nothing; --target "
-                      "may be 8B, 27B, 125B or a folder with a config.json")  # fmt: skip
+    plan: bool = flag(
+        False,
+        "say what the run needs of 1 and of 8 GPUs, and do nothing; --target "
+        "may be 8B, 27B, 125B or a folder with a config.json",
+    )
     gpu_gib: float = flag(80.0, "plan: memory of a GPU", low=1)
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
@@ -142,14 +172,18 @@ class TrainConfig:
         own = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
         own = own and self.mode == "specopd" and not self.num_greedy and self.reuse == 1
         if self.loss == "e2e_al" and not own:
-            raise ValueError("--loss e2e_al needs branches drawn from the q at hand: --mode specopd"
-                             ", --num-greedy 0, --reuse 1, one temperature above 0 for "
-                             "both")  # fmt: skip
+            raise ValueError(
+                "--loss e2e_al needs branches drawn from the q at hand: --mode specopd"
+                ", --num-greedy 0, --reuse 1, one temperature above 0 for "
+                "both"
+            )
         if not self.ways or set(self.ways) - set(MODES):
             raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
         if self.save_every % self.reuse or self.stop_after % self.reuse:
-            raise ValueError("--save-every and --stop-after must be multiples of --reuse, so that "
-                             "a run goes on as it was")  # fmt: skip
+            raise ValueError(
+                "--save-every and --stop-after must be multiples of --reuse, so that "
+                "a run goes on as it was"
+            )
         ways = self.ways if self.mode == "story" else (self.mode,)
         if self.anchors == "hard" and "rollout" in ways:
             raise ValueError("--anchors hard: a rollout's anchors are where its rounds begin")
@@ -163,9 +197,21 @@ FREE = """out device save_every stop_after cache_gib checkpoint_every eval_promp
     keep spike max_skipped shard_target plan gpu_gib grad_accum recompute compile""".split()
 
 SMOKE = dict(
-    out="runs/smoke", target_steps=30, target_layers=2, target_length=128, num_references=24,
-    prompt_length=32, response_length=48, warm_steps=40, steps=10, num_anchors=8, eval_every=10,
-    eval_prompts=8, eval_tokens=24, draft_layers=1)  # fmt: skip
+    out="runs/smoke",
+    target_steps=30,
+    target_layers=2,
+    target_length=128,
+    num_references=24,
+    prompt_length=32,
+    response_length=48,
+    warm_steps=40,
+    steps=10,
+    num_anchors=8,
+    eval_every=10,
+    eval_prompts=8,
+    eval_tokens=24,
+    draft_layers=1,
+)
 
 # ----------------------------------------------------------------------------------------- the loop
 
@@ -187,8 +233,10 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     totals |= {"best": {}, "health": {}}
     saved = resume.load(out)
     if saved and (absent := {"step", "same", "totals", "drafter", "optimizers"} - set(saved)):
-        raise ValueError(f"{saved['path']} is no checkpoint of a training, it has no "
-                         f"{min(absent)}: choose another --out")  # fmt: skip
+        raise ValueError(
+            f"{saved['path']} is no checkpoint of a training, it has no "
+            f"{min(absent)}: choose another --out"
+        )
     resume.agree(saved, trunks.references.tokens)
     if saved:
         files.check_same(saved["same"], same, saved["path"])
@@ -213,8 +261,13 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             temporary.write_text("".join(kept))
         files.write_json(out / "run.json", dataclasses.asdict(config))
     end, als = min(config.steps, config.stop_after or config.steps), {}
-    bar = tqdm(range(start, end), initial=start, total=config.steps, desc=f"{config.mode:8s}",
-               disable=not lead)  # fmt: skip
+    bar = tqdm(
+        range(start, end),
+        initial=start,
+        total=config.steps,
+        desc=f"{config.mode:8s}",
+        disable=not lead,
+    )
     path = out / "log.jsonl" if lead else os.devnull
     with open(path, "a", encoding="utf-8") as log, resume.Terminated() as terminated:
         for step in bar:
@@ -234,10 +287,12 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             if totals["health"]["in_a_row"] >= config.max_skipped:
                 if lead:
                     drafter.save_pretrained(out / "sound")
-                raise ValueError(f"{config.max_skipped} steps in a row went wrong, the last with "
-                                 f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
-                                 f"--out from --drafter {out}/sound, with a lower --lr and "
-                                 "--matrix-lr")  # fmt: skip
+                raise ValueError(
+                    f"{config.max_skipped} steps in a row went wrong, the last with "
+                    f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
+                    f"--out from --drafter {out}/sound, with a lower --lr and "
+                    "--matrix-lr"
+                )
             record["grad_norm"] = norm
             totals["seconds"] += time.perf_counter() - begin
             for key in ("supervised", "nodes", "unmerged"):
@@ -258,8 +313,10 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
                 save(step + 1)
             if asked and step + 1 < end:
                 distributed.meet()  # one may still be measuring, and save after that
-                raise files.Stopped(f"asked to end: step {step + 1} of {config.steps} is saved in "
-                                     f"{out}, the same command goes on")  # fmt: skip
+                raise files.Stopped(
+                    f"asked to end: step {step + 1} of {config.steps} is saved in "
+                    f"{out}, the same command goes on"
+                )
     if lead and end == config.steps and not (out / "summary.json").is_file():
         drafter.save_pretrained(out)
         lines = resume.log_lines(out / "log.jsonl", end)
@@ -280,8 +337,10 @@ def main():
         return plan(config)
     config = replace(config, device=distributed.start(config.device))
     if config.batch_size % ((size := distributed.size()) * config.grad_accum):
-        raise ValueError(f"--batch-size {config.batch_size} is no multiple of the {size} processes "
-                         f"times --grad-accum {config.grad_accum}")  # fmt: skip
+        raise ValueError(
+            f"--batch-size {config.batch_size} is no multiple of the {size} processes "
+            f"times --grad-accum {config.grad_accum}"
+        )
     out, usual = Path(config.out), dataclasses.asdict(TrainConfig())
     asked = {k: v for k, v in dataclasses.asdict(config).items() if v != usual[k]}
     print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(asked)}")
@@ -300,8 +359,10 @@ def main():
     target, tokenizer, measure, references = made
     drafter = start_drafter(config, target, tokenizer)
     if not config.drafter and config.mode != "ce":
-        print("of what a fresh drafter proposes hardly anything is accepted, and such a loss has "
-              "little slope: begin with --mode ce, go on from its --drafter")  # fmt: skip
+        print(
+            "of what a fresh drafter proposes hardly anything is accepted, and such a loss has "
+            "little slope: begin with --mode ce, go on from its --drafter"
+        )
     kept = 0.0 if config.mode == "rollout" else config.cache_gib  # which reads no reference's trunk
     trunks = Trunks(target, references, kept, config.checkpoint_every or None)
     totals = train(config, drafter, trunks, measure, out / config.mode)
@@ -313,10 +374,12 @@ def main():
         return None
     last = files.read_json(done / "summary.json")
     als = ", ".join(f"{v:.3f} at {k[4:]}" for k, v in last.items() if k.startswith("al_t"))
-    print(f"{done} is done: AL by temperature {als}, on a quarter of the prompts; of the best mean "
-          f"was {done / 'best'}, at step {totals['best'].get('step')}. Beside plain decoding:\n"
-          f"  python bench.py speed --target {config.target or out / 'target'} --drafters "
-          f"{config.drafter} {done}")  # fmt: skip
+    print(
+        f"{done} is done: AL by temperature {als}, on a quarter of the prompts; of the best mean "
+        f"was {done / 'best'}, at step {totals['best'].get('step')}. Beside plain decoding:\n"
+        f"  python bench.py speed --target {config.target or out / 'target'} --drafters "
+        f"{config.drafter} {done}"
+    )
 
 
 if __name__ == "__main__":

@@ -16,20 +16,39 @@ from target import Target  # noqa: E402
 from tokenizer import write_byte_tokenizer  # noqa: E402
 
 SMALL = dict(
-    vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-)  # fmt: skip
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+)
 MIXED = dict(  # small linear layers beside it; the last layer is one of attention
-    num_hidden_layers=4, layer_types=(*("linear_attention",) * 3, "full_attention"),
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=12, rms_norm_eps=1e-5,
-)  # fmt: skip
+    num_hidden_layers=4,
+    layer_types=(*("linear_attention",) * 3, "full_attention"),
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    rms_norm_eps=1e-5,
+)
 SPARSE = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, indexer_n_heads=4,
-    shared_expert_intermediate_size=16, indexer_head_dim=8, indexer_budget=8, hc_lowrank=8,
-    indexer_compress_ratio=2, ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    indexer_n_heads=4,
+    shared_expert_intermediate_size=16,
+    indexer_head_dim=8,
+    indexer_budget=8,
+    hc_lowrank=8,
+    indexer_compress_ratio=2,
+    ple_embed_dim=16,
+    heads_per_ngram=2,
+    ngram_vocab_size_base=50,
     eos_token_id=20,
-)  # fmt: skip
+)
 SMALL_OF = {"gqa": SMALL, "gdn": SMALL | MIXED, "qsa": SMALL | MIXED | SPARSE}
 ARCHS = tuple(SMALL_OF)
 
@@ -97,10 +116,15 @@ DRAFTERS = {  # every kind and every variant of it, four drafts each
     "dspark without markov": SPARK | dict(markov_rank=0),
     "dspark sliding": SPARK | SLIDING | dict(confidence_head_with_markov=False),
     "dflash2": SECOND,
-    "dflash2 sliding, scaled": SECOND | SLIDING | dict(
-        conv_kernel_size=3, output_multiplier=0.5, final_logit_softcapping=2.0,
-        input_embedding_scale=1.5),
-}  # fmt: skip
+    "dflash2 sliding, scaled": SECOND
+    | SLIDING
+    | dict(
+        conv_kernel_size=3,
+        output_multiplier=0.5,
+        final_logit_softcapping=2.0,
+        input_embedding_scale=1.5,
+    ),
+}
 
 
 @pytest.fixture

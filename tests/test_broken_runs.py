@@ -133,46 +133,83 @@ FAULTS = {  # what happens between two sittings, flags of the second, words of i
     "the target's weights gone": (gone(TARGET), [], "target"),
     "the target's weights cut": (cut(TARGET), [], TARGET),
     "a tensor of the target gone": (
-        tensors(TARGET, lambda held: held.pop("model.norm.weight")), [], "model.norm.weight"),
+        tensors(TARGET, lambda held: held.pop("model.norm.weight")),
+        [],
+        "model.norm.weight",
+    ),
     "the target's config cut": (cut("target/config.json"), [], "not valid JSON"),
     "an unknown family": (changed("target/config.json", model_type="rwkv"), [], "rwkv"),
     "an unknown scaling": (
-        changed("target/config.json", rope_scaling={"type": "yarn"}), [], "rope"),
+        changed("target/config.json", rope_scaling={"type": "yarn"}),
+        [],
+        "rope",
+    ),
     "the tokenizer gone": (gone("target/tokenizer.json"), [], "tokenizer.json"),
     "a tokenizer without a vocabulary": (
-        changed("target/tokenizer.json", model={"type": "BPE"}), [], "form of a byte-level BPE"),
+        changed("target/tokenizer.json", model={"type": "BPE"}),
+        [],
+        "form of a byte-level BPE",
+    ),
     "a stop id that is a word": (
-        changed("target/generation_config.json", eos_token_id="end"), [], "is no id"),
+        changed("target/generation_config.json", eos_token_id="end"),
+        [],
+        "is no id",
+    ),
     "the drafter gone": (gone("drafter"), [], "drafter"),
     "the drafter's weights cut": (cut(DRAFTER), [], DRAFTER),
     "a tensor of the drafter gone": (
-        tensors(DRAFTER, lambda held: held.pop("fc.weight")), [], "fc.weight"),
+        tensors(DRAFTER, lambda held: held.pop("fc.weight")),
+        [],
+        "fc.weight",
+    ),
     "a tensor of the wrong shape": (
-        tensors(DRAFTER, lambda held: held.update({"norm.weight": torch.ones(7)})), [], "norm"),
+        tensors(DRAFTER, lambda held: held.update({"norm.weight": torch.ones(7)})),
+        [],
+        "norm",
+    ),
     "a tap beyond the target": (
-        changed("drafter/config.json", dflash_config={"target_layer_ids": [0, 9],
-                                                      "mask_token_id": 258}), [], "9"),
+        changed(
+            "drafter/config.json", dflash_config={"target_layer_ids": [0, 9], "mask_token_id": 258}
+        ),
+        [],
+        "9",
+    ),
     "weights that are no numbers": (
         tensors(DRAFTER, lambda held: held.update({"fc.weight": held["fc.weight"] * torch.nan})),
-        [], "fc.weight holds NaN"),
+        [],
+        "fc.weight holds NaN",
+    ),
     "references cut": (cut(REFS), [], "references.safetensors"),
     "references of other tensors": (
-        tensors(REFS, lambda held: held.pop("lengths")), [], "references.safetensors"),
+        tensors(REFS, lambda held: held.pop("lengths")),
+        [],
+        "references.safetensors",
+    ),
     "references of another tokenizer": (
-        tensors(REFS, lambda held: held["tokens"].add_(9999)), [], "are they its own"),
+        tensors(REFS, lambda held: held["tokens"].add_(9999)),
+        [],
+        "are they its own",
+    ),
     "references without a text": (
-        tensors(REFS, lambda held: held.update({n: held[n][:0] for n in held})), [],
-        "no references"),
+        tensors(REFS, lambda held: held.update({n: held[n][:0] for n in held})),
+        [],
+        "no references",
+    ),
     "references shorter than they say": (
-        tensors(REFS, lambda held: held["lengths"].add_(9999)), [], "lengths do not fit"),
+        tensors(REFS, lambda held: held["lengths"].add_(9999)),
+        [],
+        "lengths do not fit",
+    ),
     "references named that are not there": (None, ["--references", "no.safetensors"], "no.safe"),
     "the corpus gone": (gone("corpus"), [], "corpus"),
     "the corpus emptied": (emptied, [], "empty"),
     "--out is a file": (text("file", ""), ["--out", "file"], "file"),
     "a drafter without its checkpoint": (
-        lambda: [os.remove(n) for n in KEPT] + [shutil.copy(DRAFTER, "run/specopd")], [],
-        "another --out"),
-}  # fmt: skip
+        lambda: [os.remove(n) for n in KEPT] + [shutil.copy(DRAFTER, "run/specopd")],
+        [],
+        "another --out",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -216,8 +253,10 @@ def test_a_drafter_that_does_not_fit_is_named_before_texts_are_made(
 ):
     shutil.copytree(begun, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
-    for more, words in ((("--drafter", "none/at/all"), "none/at/all/config.json is missing"),
-                        (("--block-size", "7"), "cannot change it")):  # fmt: skip
+    for more, words in (
+        (("--drafter", "none/at/all"), "none/at/all/config.json is missing"),
+        (("--block-size", "7"), "cannot change it"),
+    ):
         assert ends(monkeypatch, "--out", "new", *more) == 2
         assert words in capsys.readouterr().err.splitlines()[-1]
         assert not Path("new/references.safetensors").exists()
@@ -242,10 +281,14 @@ def test_a_log_that_lost_lines_is_said_and_the_run_goes_on(begun, tmp_path, monk
     assert ends(monkeypatch) == 0 and (log.parent / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
 def test_memory_that_does_not_suffice_is_a_line(error, capsys):
     def main():
         raise error
@@ -273,10 +316,17 @@ def test_a_port_in_use_is_said(folders, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         asked = command(folders, 0, "--out", "two")
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(taken.getsockname()[1]), "OMP_NUM_THREADS": "1"}  # fmt: skip
-        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                              env=os.environ | ranks)  # fmt: skip
+        ranks = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            asked, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=os.environ | ranks
+        )
     assert done.returncode == 2 and "in use" in done.stderr.strip().splitlines()[-1], done.stderr
 
 
@@ -288,10 +338,21 @@ sys.exit(files.exit_code(lambda: distributed.start("cpu")))
 
 
 def test_fewer_processes_than_were_promised_do_not_wait_for_ever():
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60, env=os.environ | ranks)  # fmt: skip
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | ranks,
+    )
     assert done.returncode == 2 and "fewer of them than WORLD_SIZE" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -306,9 +367,14 @@ def test_output_that_nobody_reads_is_one_line():
 
 def test_a_process_that_dies_ends_the_others_within_a_minute(folders, tmp_path):
     asked = command(folders, 2, "--out", "two", "--steps", "400", "--eval-every", "400")
-    process = subprocess.Popen(asked, cwd=tmp_path, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    process = subprocess.Popen(
+        asked,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     log = tmp_path / "two/specopd/log.jsonl"
     deadline = time.monotonic() + 120
     while not (log.is_file() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:

@@ -16,10 +16,21 @@ from measure import Acceptance, middle
 from train import TrainConfig
 
 SMALL = {
-    "--target-steps": 4, "--target-layers": 2, "--target-length": 32, "--num-references": 26,
-    "--prompt-length": 12, "--response-length": 24, "--warm-steps": 2, "--steps": 2,
-    "--eval-every": 1, "--eval-prompts": 4, "--eval-tokens": 8, "--draft-layers": 1,
-    "--num-anchors": 4, "--batch-size": 4}  # fmt: skip
+    "--target-steps": 4,
+    "--target-layers": 2,
+    "--target-length": 32,
+    "--num-references": 26,
+    "--prompt-length": 12,
+    "--response-length": 24,
+    "--warm-steps": 2,
+    "--steps": 2,
+    "--eval-every": 1,
+    "--eval-prompts": 4,
+    "--eval-tokens": 8,
+    "--draft-layers": 1,
+    "--num-anchors": 4,
+    "--batch-size": 4,
+}
 
 
 def flags(values: dict) -> list:
@@ -63,7 +74,8 @@ def test_gains_over_several_seeds_are_paired_by_prompt():
     better = Arm({seed: measured(seed, 1.0) for seed in (0, 1)})
     gain = better.over(base)
     by_hand = (better.found[0].mean + better.found[1].mean) / (
-        base.found[0].mean + base.found[1].mean)  # fmt: skip
+        base.found[0].mean + base.found[1].mean
+    )
     assert gain["percent"] == pytest.approx(100 * (by_hand - 1)) and gain["seeds"] == 2
     # every prompt gains one, whatever its own AL is: only a comparison in pairs can say so
     assert gain["interval"] == pytest.approx((1.0, 1.0), abs=1e-3)
@@ -107,8 +119,10 @@ def test_a_study_runs_resumes_and_compares(tmp_path):
     row = found["gqa-24"]["specopd"]["t1"]
     assert row["al"] >= 1 and set(row["over"]) == {"start", "ce", "e2e", "rollout"}
     assert len(row["best_survival"]) == 7
-    stages = {arm: json.loads((tmp_path / f"c/time-24/s0/{arm}/stage.json").read_text())
-              for arm in ("ce", "rollout")}  # fmt: skip
+    stages = {
+        arm: json.loads((tmp_path / f"c/time-24/s0/{arm}/stage.json").read_text())
+        for arm in ("ce", "rollout")
+    }
     assert stages["rollout"]["made_with"]["steps"] >= 2
     listed = run(ROOT / "bench.py", "claims", *asked, "--list", cwd=tmp_path)
     assert "specopd (3)" in listed.stdout and "rollout (1)" in listed.stdout
@@ -137,6 +151,7 @@ def test_four_ways_on_from_a_given_start(folders, tmp_path):
     found = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
     assert set(found) == {"start", "ce", "e2e", "rollout", "specopd"}
     other = shutil.copytree(folders / "drafter", tmp_path / "other")
-    other = run(ROOT / "bench.py", "claims", *pair[:3], other, *flags(sizes), "--out", "c",
-                cwd=tmp_path)  # fmt: skip
+    other = run(
+        ROOT / "bench.py", "claims", *pair[:3], other, *flags(sizes), "--out", "c", cwd=tmp_path
+    )
     assert other.returncode == 2 and "was made with drafter" in other.stderr

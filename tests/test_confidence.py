@@ -16,7 +16,7 @@ from confidence import (
     profile,
     reliability,
     rounds,
-)  # fmt: skip
+)
 from drafter import DSpark, Sampling
 from measure import Measure
 from serve import generate
@@ -46,9 +46,15 @@ def outcome(monkeypatch, pair, rule, sampling):
 
     def run(rows):
         return generate(
-            target, drafter, [[1, 0, 2]] * rows, 3, sampling.temperature, top_k=sampling.top_k,
-            batch_size=rows, choose=lambda logits: torch.cat([rule(one[None]) for one in logits]),
-        )  # fmt: skip
+            target,
+            drafter,
+            [[1, 0, 2]] * rows,
+            3,
+            sampling.temperature,
+            top_k=sampling.top_k,
+            batch_size=rows,
+            choose=lambda logits: torch.cat([rule(one[None]) for one in logits]),
+        )
 
     found, _ = Outcomes(monkeypatch).distribution(run)
     return distance(found, plain_distribution(target, [1, 0, 2], sampling, 3))
@@ -169,11 +175,13 @@ def test_a_calibration_that_does_not_fit_is_named(tmp_path):
     rule = load_rule("throughput", 0.5, tmp_path, 2, 6)
     assert rule.seconds.tolist() == pytest.approx([0.4, 0.5, 0.6])
     for bad, word in (
-        ({}, "no calibration"), (good | {"temperatures": [1.0]}, "other than 2"),
-        (good | {"seconds": []}, "no calibration"), (good | {"seconds": {}}, "no calibration"),
+        ({}, "no calibration"),
+        (good | {"temperatures": [1.0]}, "other than 2"),
+        (good | {"seconds": []}, "no calibration"),
+        (good | {"seconds": {}}, "no calibration"),
         (good | {"temperatures": [0.0, 1.0]}, "no calibration"),
         (good | {"seconds": {"1": [0.1]}}, "other than 2"),
-    ):  # fmt: skip
+    ):
         file.write_text(json.dumps(bad))
         with pytest.raises(ValueError, match=word):
             load_rule("throughput", 0.5, tmp_path, 2, 1)

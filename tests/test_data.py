@@ -56,10 +56,15 @@ def test_prompts_of_the_four_shapes(tmp_path):
 
 @pytest.mark.parametrize(
     "line, reason",
-    [("{", "Expecting"), ("[1]", ":2:"), ('{"text": "x"}', "turns, prompt"),
-     ('{"turns": []}', "no turns"),
-     ('{"prompt": 3}', "without text"), ('{"messages": [{"role": "user"}]}', "content")],
-)  # fmt: skip
+    [
+        ("{", "Expecting"),
+        ("[1]", ":2:"),
+        ('{"text": "x"}', "turns, prompt"),
+        ('{"turns": []}', "no turns"),
+        ('{"prompt": 3}', "without text"),
+        ('{"messages": [{"role": "user"}]}', "content"),
+    ],
+)
 def test_a_bad_line_is_reported_with_file_line_and_reason(tmp_path, capsys, line, reason):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
@@ -161,10 +166,14 @@ def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, c
         files.parse_flags(Flags, "", ["--num-step", "4"])
     assert error.value.code == 2 and "did you mean --num-steps?" in capsys.readouterr().err
     for text, word in [
-        ('{"num_setps": 5}', "did you mean num_steps"), ('{"num_steps": "5"}', "num_steps = '5'"),
-        ('{"num_steps": 2.5}', "no int"), ('{"merge": 1}', "no bool"), ("[1]", "no JSON object"),
-        ('{"num_steps": true}', "no int"), ('{"kind": "c"}', "there is a, b"),
-    ]:  # fmt: skip
+        ('{"num_setps": 5}', "did you mean num_steps"),
+        ('{"num_steps": "5"}', "num_steps = '5'"),
+        ('{"num_steps": 2.5}', "no int"),
+        ('{"merge": 1}', "no bool"),
+        ("[1]", "no JSON object"),
+        ('{"num_steps": true}', "no int"),
+        ('{"kind": "c"}', "there is a, b"),
+    ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=word):
             files.parse_flags(Flags, "", ["--config", str(path)])

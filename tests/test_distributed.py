@@ -36,8 +36,14 @@ def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
     texts = [r.tokens for r in generate(target, None, prompts, 16, 1.0, 0, STOP)]
     references = References.from_lists(prompts, texts, 0)
     drafter = small_drafter(target, **DRAFTERS[variant]).to(target.lm_head.weight.dtype)
-    config = dataclasses.replace(CONFIG, mode=mode, batch_size=4, response_length=16, ce_weight=0.1,
-                                 grad_accum=2 if distributed.size() == 2 else 1)  # fmt: skip
+    config = dataclasses.replace(
+        CONFIG,
+        mode=mode,
+        batch_size=4,
+        response_length=16,
+        ce_weight=0.1,
+        grad_accum=2 if distributed.size() == 2 else 1,
+    )
     if distributed.rank() == 0:  # only one measures; the others must not be in its way
         Measure([[1, 2, 3]], 8, STOP, 0)(target, drafter, 1.0)
     share = distributed.shared(Step(config, drafter))
@@ -51,8 +57,13 @@ def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
 
 def worker(number: int, size: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     distributed.start("cpu")
     found = {" ".join(case): gradients(*case) for case in CASES}
     if number == 0:
@@ -62,15 +73,22 @@ def worker(number: int, size: int, port: int, out: str) -> None:
 
 def sharded_worker(number: int, size: int, port: int, folder: str, out: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     distributed.start("cpu")
     found = {}
     for arch in ARCHS:
         target = Target.from_pretrained(f"{folder}/{arch}", shard=True)
         target.num_tokens = small_target(arch=arch).num_tokens
-        parts = [p.to_local().numel() if hasattr(p, "to_local") else p.numel()
-                 for p in target.model.layers.parameters()]  # fmt: skip
+        parts = [
+            p.to_local().numel() if hasattr(p, "to_local") else p.numel()
+            for p in target.model.layers.parameters()
+        ]
         with torch.no_grad():
             found[arch] = {"logits": target(TEXT), "held": torch.tensor(sum(parts))}
         found |= {f"{arch} {mode}": gradients(arch, mode, "dflash", target) for mode in MODES}
@@ -159,8 +177,16 @@ def test_the_gradient_does_not_depend_on_the_number_of_processes(tmp_path, size)
 
 def command(folders, processes: int, *flags) -> list[str]:
     """A small run of train.py, by torchrun where there are processes."""
-    start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}",
-             f"--master_port={free_port()}"] if processes else []  # fmt: skip
+    start = (
+        [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={processes}",
+            f"--master_port={free_port()}",
+        ]
+        if processes
+        else []
+    )
     small = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-references 8
         --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --save-every 2
         --warmup 1 --matrix-lr 0 --lr 1e-4""".split()
@@ -170,9 +196,13 @@ def command(folders, processes: int, *flags) -> list[str]:
 
 def train(folders, cwd, processes: int, *flags):
     return subprocess.run(
-        command(folders, processes, *flags), cwd=cwd, capture_output=True, text=True, timeout=300,
+        command(folders, processes, *flags),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
 
 
 def test_torchrun_trains_resumes_on_another_number_and_says_what_does_not_fit(folders, tmp_path):
@@ -190,8 +220,10 @@ def test_torchrun_trains_resumes_on_another_number_and_says_what_does_not_fit(fo
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
         assert two["alpha"] == pytest.approx(one["alpha"], abs=1e-5)
     target = Target.from_pretrained(folders / "target")
-    weights = [Drafter.from_pretrained(tmp_path / out / "specopd", target, torch.float32).fc.weight
-               for out in ("two", "one")]  # fmt: skip
+    weights = [
+        Drafter.from_pretrained(tmp_path / out / "specopd", target, torch.float32).fc.weight
+        for out in ("two", "one")
+    ]
     torch.testing.assert_close(*weights, atol=1e-3, rtol=0)
     refused = train(folders, tmp_path, 2, "--out", "odd", "--batch-size", 3)
     assert refused.returncode != 0 and "--batch-size 3 is no multiple of the 2" in refused.stderr

@@ -84,9 +84,10 @@ def test_blocks_equal_the_formulas_in_plain_loops(target, drafter):
 
 
 GRID = [("gqa", variant) for variant in DRAFTERS] + [
-    (arch, variant) for arch in ("gdn", "qsa")
+    (arch, variant)
+    for arch in ("gdn", "qsa")
     for variant in ("dflash", "dspark rnn", "dflash2 sliding, scaled")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("arch, variant", GRID)

@@ -71,17 +71,17 @@ def test_a_drafter_with_its_own_embedding_and_head_uses_them(target, tmp_path):
     drafter.save_pretrained(tmp_path, torch.float32)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    own = {"embed_tokens.weight": target.model.embed_tokens.weight * 0.5,
-           "lm_head.weight": target.lm_head.weight.roll(1, 0).contiguous()}  # fmt: skip
+    own = {
+        "embed_tokens.weight": target.model.embed_tokens.weight * 0.5,
+        "lm_head.weight": target.lm_head.weight.roll(1, 0).contiguous(),
+    }
     save_file(tensors | own, file)
     loaded = Drafter.from_pretrained(tmp_path, target)
     assert not loaded.lm_head.weight.requires_grad
     config, tensors = plain.read(tmp_path)
     tokens = torch.arange(9)[None]
     trunk, anchors = target.prefill(tokens, torch.tensor([9])), torch.tensor([[5]])
-    slow = plain.block_hidden(
-        config, tensors, tensors["embed_tokens.weight"], trunk.taps[0], 5, 5
-    )
+    slow = plain.block_hidden(config, tensors, tensors["embed_tokens.weight"], trunk.taps[0], 5, 5)
     drafts = [1, 2, 3, 4]
     q = plain.distribution(config, tensors, tensors["lm_head.weight"], slow, 5, drafts, 1.0, 22)
     before = torch.tensor([[[[5, 1, 2, 3]]]])
@@ -98,17 +98,35 @@ def test_a_drafter_with_its_own_embedding_and_head_uses_them(target, tmp_path):
 PUBLISHED = {  # of the released drafters: config.json as the formats list them, and a few shapes
     "27B, DFlash 2": (
         dict(
-            architectures=["DFlash2DraftModel"], model_type="qwen3", hidden_size=5120,
-            intermediate_size=17408, num_hidden_layers=5, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=248320, rms_norm_eps=1e-6,
-            max_position_embeddings=262144, rope_parameters={"rope_theta": 1e7,
-            "rope_type": "default"}, layer_types=["sliding_attention"] * 5, sliding_window=2048,
-            is_causal=False, num_target_layers=64, dflash_config=dict(
-                block_size=8, mask_token_id=248070, target_layer_ids=[5, 19, 33, 47, 61],
-                conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16),
+            architectures=["DFlash2DraftModel"],
+            model_type="qwen3",
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=5,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=248320,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=262144,
+            rope_parameters={"rope_theta": 1e7, "rope_type": "default"},
+            layer_types=["sliding_attention"] * 5,
+            sliding_window=2048,
+            is_causal=False,
+            num_target_layers=64,
+            dflash_config=dict(
+                block_size=8,
+                mask_token_id=248070,
+                target_layer_ids=[5, 19, 33, 47, 61],
+                conv_kernel_size=2,
+                conv_group_size=16,
+                selector_rank=256,
+                selector_top_k=16,
+            ),
         ),
         {
-            "fc.weight": (5120, 25600), "layers.4.mlp.down_proj.weight": (5120, 17408),
+            "fc.weight": (5120, 25600),
+            "layers.4.mlp.down_proj.weight": (5120, 17408),
             "layers.0.self_attn.q_proj.weight": (4096, 5120),
             "layers.0.attention_conv.base_kernel": (2, 2, 5120),
             "layers.4.mlp_conv.kernel_projection.weight": (2 * 2 * 320, 5120),
@@ -120,16 +138,26 @@ PUBLISHED = {  # of the released drafters: config.json as the formats list them,
     ),
     "8B, DFlash": (
         dict(
-            architectures=["DFlashDraftModel"], model_type="qwen3", hidden_size=4096,
-            intermediate_size=12288, num_hidden_layers=5, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6,
-            max_position_embeddings=40960, rope_theta=1e6, block_size=16, num_target_layers=36,
+            architectures=["DFlashDraftModel"],
+            model_type="qwen3",
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=5,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+            block_size=16,
+            num_target_layers=36,
             dflash_config=dict(mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33]),
         ),
         {"fc.weight": (4096, 20480), "layers.4.mlp.up_proj.weight": (12288, 4096)},
         5 * 11 + 3,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -182,8 +210,11 @@ BAD = [
     ("dflash", {"layer_types": None, "use_sliding_window": True}, "need one sliding_window"),
     ("dflash", {"dflash_config": {"use_swa": True}}, "use_swa True contradicts"),
     ("dflash", {"dflash_config": {"use_swa": "yes"}}, "use_swa 'yes'"),
-    ("dflash sliding in part", {"layer_types": ["sliding_window_attention", "full_attention"]},
-     "layer_types"),
+    (
+        "dflash sliding in part",
+        {"layer_types": ["sliding_window_attention", "full_attention"]},
+        "layer_types",
+    ),
     ("dflash sliding in part", {"layer_types": "sliding_attention"}, "layer_types"),
     ("dflash sliding in part", {"layer_types": 5}, "layer_types"),
     ("dflash sliding in part", {"dflash_config": {"use_swa": False}}, "use_swa"),
@@ -195,8 +226,11 @@ BAD = [
     ("dflash", {"is_causal": 1}, "is_causal 1"),
     ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("dflash", {"is_causal": "no"}, "is_causal 'no'"),
-    ("dflash", {"layer_types": None, "sliding_window": "far", "dflash_config": {"use_swa": True}},
-     "'far'"),
+    (
+        "dflash",
+        {"layer_types": None, "sliding_window": "far", "dflash_config": {"use_swa": True}},
+        "'far'",
+    ),
     ("dflash", {"dflash_config": {"target_hidden_size": 64}}, "target_hidden_size"),
 ]
 

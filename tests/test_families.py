@@ -28,56 +28,90 @@ from transformers import (  # noqa: E402
 )
 
 COMMON = dict(
-    vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=8, linear_value_head_dim=12, max_position_embeddings=512,
+    vocab_size=40,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    max_position_embeddings=512,
     rms_norm_eps=1e-5,  # the gated norm of a state still empty lifts float32's noise by 1/sqrt(eps)
     rope_parameters=dict(rope_theta=500.0, rope_type="default", partial_rotary_factor=0.5),
-)  # fmt: skip
+)
 SPARSE = dict(
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, hc_count=2, hc_lowrank=12,
-    shared_expert_intermediate_size=24, indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=12,
-    indexer_budget=8, indexer_compress_ratio=2, ple_layer_ids=[2], ple_embed_dim=24, ngram_size=3,
-    heads_per_ngram=2, ngram_vocab_size_base=60, split_ngram_parts=3, eos_token_id=7,
-    make_ngram_vocab_size_divisible_by=4, output_gate_type="sigmoid",
-)  # fmt: skip
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    hc_count=2,
+    hc_lowrank=12,
+    shared_expert_intermediate_size=24,
+    indexer_n_heads=4,
+    indexer_kv_heads=1,
+    indexer_head_dim=12,
+    indexer_budget=8,
+    indexer_compress_ratio=2,
+    ple_layer_ids=[2],
+    ple_embed_dim=24,
+    ngram_size=3,
+    heads_per_ngram=2,
+    ngram_vocab_size_base=60,
+    split_ngram_parts=3,
+    eos_token_id=7,
+    make_ngram_vocab_size_divisible_by=4,
+    output_gate_type="sigmoid",
+)
 LINEAR, FULL = "linear_attention", "full_attention"
 GDN = {  # what can vary, varied
     "plain": dict(intermediate_size=48),
     "one kv head, wide heads, quarter rotary": dict(
-        num_key_value_heads=1, head_dim=24, rope_parameters=dict(rope_theta=1e4,
-        rope_type="default", partial_rotary_factor=0.25)),
+        num_key_value_heads=1,
+        head_dim=24,
+        rope_parameters=dict(rope_theta=1e4, rope_type="default", partial_rotary_factor=0.25),
+    ),
     "tied": dict(tie_word_embeddings=True),
     "irregular layers": dict(num_hidden_layers=5, layer_types=[FULL, LINEAR, LINEAR, FULL, LINEAR]),
     "other irregular layers": dict(
-        num_hidden_layers=5, layer_types=[LINEAR, FULL, FULL, LINEAR, FULL]),
+        num_hidden_layers=5, layer_types=[LINEAR, FULL, FULL, LINEAR, FULL]
+    ),
     "interval": dict(num_hidden_layers=6, full_attention_interval=3),
     "default rotary": dict(head_dim=32, rope_parameters=None),
     "nested": dict(nested=True),
     "nested and tied, equal heads": dict(
-        nested=True, tie_word_embeddings=True, linear_num_key_heads=4, num_key_value_heads=4),
+        nested=True, tie_word_embeddings=True, linear_num_key_heads=4, num_key_value_heads=4
+    ),
     "older rope": dict(older_rope=True),
     "kernel of 3, eps": dict(linear_conv_kernel_dim=3, rms_norm_eps=1e-4),
-}  # fmt: skip
+}
 QSA = {
     "plain": dict(),
     "top 1, not renormalised": dict(num_experts_per_tok=1, norm_topk_prob=False),
     "top 4, not renormalised, one kv head": dict(
-        num_experts_per_tok=4, norm_topk_prob=False, num_key_value_heads=1),
+        num_experts_per_tok=4, norm_topk_prob=False, num_key_value_heads=1
+    ),
     "fused experts": dict(fused=True),
     "nested, fused, three streams": dict(nested=True, fused=True, hc_count=3),
     "nested": dict(nested=True),
-    "ratio 4, six index heads": dict(
-        indexer_compress_ratio=4, indexer_budget=8, indexer_n_heads=6),
-    "tied, whole rotary": dict(tie_word_embeddings=True, indexer_head_dim=16, rope_parameters=dict(
-        rope_theta=1e4, rope_type="default")),
+    "ratio 4, six index heads": dict(indexer_compress_ratio=4, indexer_budget=8, indexer_n_heads=6),
+    "tied, whole rotary": dict(
+        tie_word_embeddings=True,
+        indexer_head_dim=16,
+        rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+    ),
     "bigrams, no n-grams shared": dict(ngram_size=2, ple_embed_dim=12, ple_layer_ids=[1, 3]),
     "no n-gram layer, silu gate": dict(ple_layer_ids=[], output_gate_type=None),
-    "irregular layers": dict(num_hidden_layers=5, ple_layer_ids=[2, 5], eos_token_id=[7, 9],
-        layer_types=[FULL, LINEAR, FULL, "indexed_attention", LINEAR]),
+    "irregular layers": dict(
+        num_hidden_layers=5,
+        ple_layer_ids=[2, 5],
+        eos_token_id=[7, 9],
+        layer_types=[FULL, LINEAR, FULL, "indexed_attention", LINEAR],
+    ),
     "interval": dict(num_hidden_layers=6, full_attention_interval=2, ple_layer_ids=[1]),
     "odd expert width": dict(moe_intermediate_size=13, ple_embed_dim=20, norm_topk_prob=True),
-}  # fmt: skip
+}
 CASES = [("gdn", name) for name in GDN] + [("qsa", name) for name in QSA]
 
 
@@ -108,9 +142,15 @@ def theirs_saved(folder, family: str, variant: dict):
         text, both = Qwen4ExpTextConfig, Qwen4ExpConfig
         flat, whole = Qwen4ExpForCausalLM, Qwen4ExpForConditionalGeneration
     if nested:
-        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4,
-                      out_hidden_size=options["hidden_size"],
-                      num_position_embeddings=16)  # fmt: skip
+        vision = dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=16,
+            num_heads=2,
+            patch_size=4,
+            out_hidden_size=options["hidden_size"],
+            num_position_embeddings=16,
+        )
         tied = options.get("tie_word_embeddings", False)
         config = both(text_config=options, vision_config=vision, tie_word_embeddings=tied)
         model = whole(config)
@@ -285,8 +325,9 @@ def test_the_indexer_chooses_what_its_slow_twin_chooses(seed):
     whose last chosen and next score nearly tie are left out and counted."""
     ratio, budget = ((2, 8), (4, 8), (3, 6), (2, 2))[seed]
     sizes = dict(indexer_compress_ratio=ratio, indexer_budget=budget, num_hidden_layers=1)
-    target = small_target(seed, arch="qsa", layer_types=("full_attention",), ple_layer_ids=(),
-                          **sizes)  # fmt: skip
+    target = small_target(
+        seed, arch="qsa", layer_types=("full_attention",), ple_layer_ids=(), **sizes
+    )
     layer, config = target.model.layers[0], target.config
     asked = {}
     layer.self_attn.indexer.register_forward_hook(lambda m, i, o: asked.update(inputs=i, mask=o))
@@ -410,8 +451,9 @@ def one_by_one(target, tokens, start):
     trunk = target.prefill(tokens[:, :start], torch.full((B,), start), checkpoint_every=0)
     logits, none = [], tokens.new_zeros(B, 1, 1, 0)
     for t in range(start, T):
-        tree = build_tree(tokens[:, : t + 1], trunk.lengths, trunk.lengths[:, None], none, False,
-                          True)  # fmt: skip
+        tree = build_tree(
+            tokens[:, : t + 1], trunk.lengths, trunk.lengths[:, None], none, False, True
+        )
         scored = target.score(trunk, tree)
         logits.append(target.head(scored.hidden[:, 0, 0, 0]).float())
         trunk = target.commit(trunk, tree, scored, torch.zeros(B, 1, dtype=torch.long))
@@ -438,8 +480,9 @@ def test_bfloat16_errs_no_more_than_half_again_as_much_as_transformers(tmp_path,
     print(f"{family}: error {mine:.2e}, transformers' {others:.2e}, ratio {mine / others:.2f}")
     assert mine <= 1.5 * others
     single = one_by_one(ours, tokens[:1], 32)  # one row takes another kernel, see one_row
-    mine, others = ((x - wanted[:1, 32:]).square().mean().sqrt()
-                    for x in (single, logits[:1, 32:].float()))  # fmt: skip
+    mine, others = (
+        (x - wanted[:1, 32:]).square().mean().sqrt() for x in (single, logits[:1, 32:].float())
+    )
     print(f"one by one: error {mine:.2e}, transformers' {others:.2e}, ratio {mine / others:.2f}")
     assert mine <= 1.5 * others
     for state in ours.prefill(tokens, lengths).states:

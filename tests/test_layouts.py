@@ -19,22 +19,53 @@ from target import Target
 
 transformers = pytest.importorskip("transformers")
 MIXED_64 = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(64)]
-ROPE = dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25,
-            mrope_section=[11, 11, 10], mrope_interleaved=True)  # fmt: skip
+ROPE = dict(
+    rope_theta=1e7,
+    rope_type="default",
+    partial_rotary_factor=0.25,
+    mrope_section=[11, 11, 10],
+    mrope_interleaved=True,
+)
 DENSE = dict(
-    vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
-    num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
-    linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
-    layer_types=MIXED_64, rope_parameters=ROPE, max_position_embeddings=262144,
-)  # fmt: skip
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_hidden_layers=64,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    layer_types=MIXED_64,
+    rope_parameters=ROPE,
+    max_position_embeddings=262144,
+)
 FLASH = DENSE | dict(
-    hidden_size=2560, num_hidden_layers=48, num_key_value_heads=2, layer_types=MIXED_64[:48],
-    num_experts=512, num_experts_per_tok=10, moe_intermediate_size=640, indexer_kv_heads=1,
-    shared_expert_intermediate_size=640, indexer_n_heads=4, indexer_head_dim=128,
-    indexer_budget=2048, indexer_compress_ratio=4, hc_count=4, hc_lowrank=320, ple_layer_ids=[2],
-    ngram_size=3, heads_per_ngram=8, ngram_vocab_size_base=20_000_000, eos_token_id=248046,
-    split_ngram_parts=128, output_gate_type="sigmoid",
-)  # fmt: skip
+    hidden_size=2560,
+    num_hidden_layers=48,
+    num_key_value_heads=2,
+    layer_types=MIXED_64[:48],
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=640,
+    indexer_kv_heads=1,
+    shared_expert_intermediate_size=640,
+    indexer_n_heads=4,
+    indexer_head_dim=128,
+    indexer_budget=2048,
+    indexer_compress_ratio=4,
+    hc_count=4,
+    hc_lowrank=320,
+    ple_layer_ids=[2],
+    ngram_size=3,
+    heads_per_ngram=8,
+    ngram_vocab_size_base=20_000_000,
+    eos_token_id=248046,
+    split_ngram_parts=128,
+    output_gate_type="sigmoid",
+)
 DENSE_KINDS = ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration")
 FLASH_KINDS = ("Qwen4ExpConfig", "Qwen4ExpForConditionalGeneration")
 
@@ -91,13 +122,14 @@ def flash_release() -> dict:
             both = streams | {"block_inject_weight": (4, wide)}
             shapes |= {f"{layer}{place}_hyper_connection.{n}.weight": s for n, s in both.items()}
         shapes |= {
-            f"{layer}mlp.gate.weight": (512, C), f"{layer}mlp.shared_expert_gate.weight": (1, C),
+            f"{layer}mlp.gate.weight": (512, C),
+            f"{layer}mlp.shared_expert_gate.weight": (1, C),
             f"{layer}mlp.experts.gate_up_proj": (512, 1280, C),
             f"{layer}mlp.experts.down_proj": (512, C, 640),
             f"{layer}mlp.shared_expert.gate_proj.weight": (640, C),
             f"{layer}mlp.shared_expert.up_proj.weight": (640, C),
             f"{layer}mlp.shared_expert.down_proj.weight": (C, 640),
-        } | mixer(layer, i, C, 2)  # fmt: skip
+        } | mixer(layer, i, C, 2)
         if (i + 1) % 4 == 0:
             index = f"{layer}self_attn.indexer."
             shapes |= {f"{index}index_qk_proj.weight": (5 * 128, C)}
@@ -247,9 +279,13 @@ def test_fp8_experts_and_an_fp8_table_with_one_scale(tmp_path):
 GATE = "model.layers.0.mlp.experts.2.up_proj.weight"
 SPOILED = {
     "scales beside a weight that is not FP8": (
-        rewrite(lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 1)})), "no FP8"),
+        rewrite(lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 1)})),
+        "no FP8",
+    ),
     "the other FP8": (
-        rewrite(lambda t: t.update({GATE: t[GATE].to(torch.float8_e5m2)})), "float8_e5m2"),
+        rewrite(lambda t: t.update({GATE: t[GATE].to(torch.float8_e5m2)})),
+        "float8_e5m2",
+    ),
     "layer kinds no list": (reconfigure(layer_types=5), "layer_types"),
     "layer kinds no words": (reconfigure(layer_types=[[1]]), "layer_types"),
     "n-gram layers no list": (reconfigure(ple_layer_ids=2), "ple_layer_ids"),
@@ -257,26 +293,35 @@ SPOILED = {
     "quantization a word": (reconfigure(quantization_config="fp8"), "quantization_config"),
     "rope a word": (reconfigure(rope_parameters="default"), "rope_parameters"),
     "infinite rotary": (
-        reconfigure(rope_parameters={"partial_rotary_factor": float("inf")}), "partial_rotary"),
+        reconfigure(rope_parameters={"partial_rotary_factor": float("inf")}),
+        "partial_rotary",
+    ),
     "family a list": (reconfigure(model_type=["qwen4_exp_text"]), "model_type"),
     "eps no number": (reconfigure(rms_norm_eps=float("nan")), "rms_norm_eps"),
     "true for a number": (reconfigure(num_hidden_layers=True), "num_hidden_layers"),
     "tied a word": (reconfigure(tie_word_embeddings="false"), "true or false"),
     "an expert missing": (rewrite(lambda t: t.pop(GATE)), "gate_up_proj has"),
     "an expert too many": (
-        rewrite(lambda t: t.update({GATE.replace(".2.", ".9."): t[GATE].clone()})), "no place"),
+        rewrite(lambda t: t.update({GATE.replace(".2.", ".9."): t[GATE].clone()})),
+        "no place",
+    ),
     "an expert of another width": (rewrite(lambda t: t.update({GATE: t[GATE][:5]})), r"\(16, 32\)"),
     "a shard missing": (
         rewrite(lambda t: t.pop("model.layers.1.ple.ple_embedding.ngram_embedding.shard_1.weight")),
-        "ngram_embedding.weight has"),
+        "ngram_embedding.weight has",
+    ),
     "hashes missing": (
         rewrite(lambda t: t.pop("model.layers.1.ple.ple_embedding.layer_multipliers")),
-        "layer_multipliers is missing"),
+        "layer_multipliers is missing",
+    ),
     "hashes not whole numbers": (
         rewrite(lambda t: t.update({k: v.float() for k, v in t.items() if "multipliers" in k})),
-        "integers"),
+        "integers",
+    ),
     "layer kinds that contradict the tensors": (
-        reconfigure(layer_types=["linear_attention"] * 4), "no place"),
+        reconfigure(layer_types=["linear_attention"] * 4),
+        "no place",
+    ),
     "too few layer kinds": (reconfigure(layer_types=["linear_attention"]), "layer_types"),
     "an unknown layer kind": (reconfigure(layer_types=["sliding_attention"] * 4), "layer_types"),
     "value heads not divisible": (reconfigure(linear_num_value_heads=5), "linear_num_value_heads"),
@@ -292,8 +337,9 @@ SPOILED = {
     "nested without a text part": (reconfigure(model_type="qwen4_exp"), "text_config"),
     "odd rotary": (
         reconfigure(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.2}),
-        "rotary"),
-}  # fmt: skip
+        "rotary",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", SPOILED)
@@ -329,9 +375,16 @@ print(peak() - before)
 """
     for arch in ("gdn", "qsa"):
         used = [
-            int(subprocess.run([sys.executable, "-c", code, arch, str(T)], capture_output=True,
-                               text=True, check=True).stdout) for T in (4096, 16384)
-        ]  # fmt: skip
+            int(
+                subprocess.run(
+                    [sys.executable, "-c", code, arch, str(T)],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+            )
+            for T in (4096, 16384)
+        ]
         print(f"{arch}: {used[0] / 1e6:.0f} MB for 4,096 tokens, {used[1] / 1e6:.0f} for 16,384")
         assert used[1] < 6 * used[0] + 20e6
 

@@ -21,10 +21,16 @@ def run(*arguments, cwd=ROOT):
 
 @pytest.mark.parametrize(
     "file, says",
-    [("tree.py", "merge=True: 6 nodes"), ("loss.py", "E2E-TV"), ("drafter.py", "block@3 block@6"),
-     ("model.py", "largest difference"), ("target.py", "packed - alone"),
-     ("replay.py", "S_7 in one product"), ("heads.py", "DFlash 2  y_1 = 101")],
-)  # fmt: skip
+    [
+        ("tree.py", "merge=True: 6 nodes"),
+        ("loss.py", "E2E-TV"),
+        ("drafter.py", "block@3 block@6"),
+        ("model.py", "largest difference"),
+        ("target.py", "packed - alone"),
+        ("replay.py", "S_7 in one product"),
+        ("heads.py", "DFlash 2  y_1 = 101"),
+    ],
+)
 def test_a_concept_file_is_a_lesson(tmp_path, file, says):
     done = run(ROOT / file, cwd=tmp_path)
     assert done.returncode == 0 and says in done.stdout and not done.stderr
@@ -32,8 +38,18 @@ def test_a_concept_file_is_a_lesson(tmp_path, file, says):
 
 
 def test_serve_shows_the_text_the_al_and_the_speed_up(folders):
-    done = run("serve.py", "--target", folders / "target", "--drafter", folders / "drafter",
-               "--prompt", "abc", "de", "--max-new-tokens", 20)  # fmt: skip
+    done = run(
+        "serve.py",
+        "--target",
+        folders / "target",
+        "--drafter",
+        folders / "drafter",
+        "--prompt",
+        "abc",
+        "de",
+        "--max-new-tokens",
+        20,
+    )
     assert done.returncode == 0, done.stderr
     assert "AL " in done.stdout and "same text" in done.stdout and "times as fast" in done.stdout
     plain = run(
@@ -53,8 +69,9 @@ def test_bench_tree_and_replay_print_every_size(tmp_path, arch):
     assert [(row["trunk"], row["anchors"]) for row in rows] == grid
     assert all(row["gap"] < 1e-5 and row["nodes"] == 2 * row["anchors"] for row in rows)
     assert done.stdout.count("R^2") == 2
-    done = run(ROOT / "bench.py", "replay", "--trunk-length", 40, "--num-anchors", 4, *small,
-               cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "bench.py", "replay", "--trunk-length", 40, "--num-anchors", 4, *small, cwd=tmp_path
+    )
     if arch == "gqa":
         assert done.returncode == 2 and "linear layers" in done.stderr
         return
@@ -70,8 +87,20 @@ def test_bench_tree_and_replay_print_every_size(tmp_path, arch):
 
 def test_bench_throughput_counts_the_same_kind_of_tokens_on_both_sides(folders, tmp_path):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", "b")
-    done = run(ROOT / "bench.py", "throughput", *pair, "--trunk-length", 40, "--prompt-length", 16,
-               "--num-anchors", 8, "--repeats", 1, cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "bench.py",
+        "throughput",
+        *pair,
+        "--trunk-length",
+        40,
+        "--prompt-length",
+        16,
+        "--num-anchors",
+        8,
+        "--repeats",
+        1,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "b/summary.json").read_text())["throughput"]
     rows = found["rows"]
@@ -88,8 +117,18 @@ def test_bench_throughput_counts_the_same_kind_of_tokens_on_both_sides(folders, 
 
 def test_bench_chains_counts_what_is_scored(folders, tmp_path):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", "b")
-    done = run(ROOT / "bench.py", "chains", *pair, "--num-prompts", 2, "--prompt-length", 8,
-               "--max-new-tokens", 12, cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "bench.py",
+        "chains",
+        *pair,
+        "--num-prompts",
+        2,
+        "--prompt-length",
+        8,
+        "--max-new-tokens",
+        12,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "b/summary.json").read_text())["chains"]["rows"]
     for row in rows:
@@ -102,9 +141,23 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
         lines = [json.dumps({"turns": [text]}) for text in asked]
         (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
     drafter = folders / "drafter"
-    done = run(ROOT / "bench.py", "al", "--target", folders / "target", "--drafters", drafter,
-               drafter, "--tasks", "sums.jsonl", "words.jsonl", "--max-new-tokens", 9, "--out", "b",
-               cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "bench.py",
+        "al",
+        "--target",
+        folders / "target",
+        "--drafters",
+        drafter,
+        drafter,
+        "--tasks",
+        "sums.jsonl",
+        "words.jsonl",
+        "--max-new-tokens",
+        9,
+        "--out",
+        "b",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("+0.0 % [+0.00, +0.00]") == 2  # over itself
     row = json.loads((tmp_path / "b/summary.json").read_text())["al"][str(drafter)]["t1"]["al"]
@@ -114,9 +167,23 @@ def test_bench_al_compares_drafters_by_task(folders, tmp_path):
 
 def test_bench_speed_has_three_arms_at_every_batch_size(folders, tmp_path):
     pair = ("--target", folders / "target", "--drafters", folders / "drafter", folders / "drafter")
-    done = run(ROOT / "bench.py", "speed", *pair[:4], "--num-prompts", 4, "--prompt-length", 8,
-               "--max-new-tokens", 10, "--concurrency", 1, 3, "--out", "b",
-               cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "bench.py",
+        "speed",
+        *pair[:4],
+        "--num-prompts",
+        4,
+        "--prompt-length",
+        8,
+        "--max-new-tokens",
+        10,
+        "--concurrency",
+        1,
+        3,
+        "--out",
+        "b",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "b/summary.json").read_text())["speed"]
     assert [key for key in found if key != "config"] == ["1 at once", "3 at once"]
@@ -140,8 +207,19 @@ def test_serve_measures_al_by_task(folders, tmp_path):
         (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps({"prompt": a}) for a in asked))
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 30}))
     asked = ("--eval", "sums.jsonl", "long.jsonl", "words.jsonl", "--eval-length", 20)
-    done = run(ROOT / "serve.py", "--target", folders / "target", "--drafter", folders / "drafter",
-               *asked, "--max-new-tokens", 12, "--out", "e", cwd=tmp_path)  # fmt: skip
+    done = run(
+        ROOT / "serve.py",
+        "--target",
+        folders / "target",
+        "--drafter",
+        folders / "drafter",
+        *asked,
+        "--max-new-tokens",
+        12,
+        "--out",
+        "e",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "left out: no prompt of at most 20 tokens" in done.stdout
     assert "2 prompts are all there are, of 64 asked" in done.stdout
@@ -205,8 +283,20 @@ def test_serve_measures_al_by_task(folders, tmp_path):
         (["train.py", "--anchors", "hard", "--mode", "rollout"], "--anchors"),
         (["confidence.py"], "--target"),
         (["serve.py", "--target", "T", "--prompt", "a", "--verify-by", "threshold"], "--drafter"),
-        (["serve.py", "--target", "T", "--drafter", "D", "--prompt", "a", "--verify-by",
-          "threshold"], "confidence.json"),
+        (
+            [
+                "serve.py",
+                "--target",
+                "T",
+                "--drafter",
+                "D",
+                "--prompt",
+                "a",
+                "--verify-by",
+                "threshold",
+            ],
+            "confidence.json",
+        ),
         (["bench.py", "decode"], "--target"),
         (["bench.py", "al", "--target", "T"], "--tasks"),
         (["bench.py", "al", "--target", "T", "--drafters", "D", "--tasks", "none.jsonl"], "none.j"),
@@ -233,10 +323,17 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(
     (tmp_path / "mode.json").write_text('{"mode": "sft"}')
     (tmp_path / "list").mkdir()
     (tmp_path / "list/config.json").write_text("[]")
-    names = {"T": target, "D": folders / "drafter", "CUT": cut, "SHAPE": shape,
-             "EMPTY": tmp_path / "empty.txt", "BAD": tmp_path / "bad.jsonl",
-             "KEYS": tmp_path / "keys.json", "MODE": tmp_path / "mode.json",
-             "LIST": tmp_path / "list"}  # fmt: skip
+    names = {
+        "T": target,
+        "D": folders / "drafter",
+        "CUT": cut,
+        "SHAPE": shape,
+        "EMPTY": tmp_path / "empty.txt",
+        "BAD": tmp_path / "bad.jsonl",
+        "KEYS": tmp_path / "keys.json",
+        "MODE": tmp_path / "mode.json",
+        "LIST": tmp_path / "list",
+    }
     before = sorted(tmp_path.rglob("*"))
     script, *rest = [names.get(a, a) for a in arguments]
     monkeypatch.chdir(tmp_path)

@@ -217,7 +217,8 @@ SPOILED = {
     "layer kinds": (reconfigure(layer_types=["linear_attention"] * 3), "layer_types"),
     "unknown model_type": (reconfigure(model_type="rwkv"), "rwkv"),
     "yarn in the older spelling": (
-        reconfigure(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"
+        reconfigure(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "yarn",
     ),
     "rope by layer type": (reconfigure(rope_parameters={"full_attention": {}}), "rope"),
     "yarn": (reconfigure(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "yarn"),
@@ -232,7 +233,7 @@ SPOILED = {
     "a drafter's": (reconfigure(block_size=8), "holds a drafter, not a target"),
     "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "config.json is missing"),
     "vocabulary smaller than the tokenizer": (write_byte_tokenizer, "tokenizer"),
-}  # fmt: skip
+}
 
 
 def spoiled_is_refused(folder, spoil, word: str) -> None:

@@ -149,8 +149,16 @@ def test_chunked_equals_unchunked_and_the_plain_formula(name, K_q):
     weights = [q_hidden, *q_head.parameters()]
     expected = torch.autograd.grad(plain, weights)
     for rows in (1, 2, 3, 100):
-        value, _ = losses.chunked(name, q_hidden, head_of(q_head), mask, p_hidden=p_hidden,
-                                  p_head=p_head, tokens=tokens, rows=rows)  # fmt: skip
+        value, _ = losses.chunked(
+            name,
+            q_hidden,
+            head_of(q_head),
+            mask,
+            p_hidden=p_hidden,
+            p_head=p_head,
+            tokens=tokens,
+            rows=rows,
+        )
         torch.testing.assert_close(value, plain, atol=1e-6, rtol=0)
         for got, want in zip(torch.autograd.grad(value, weights), expected):
             torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
@@ -162,9 +170,15 @@ def test_a_global_batch_in_parts_gives_the_gradient_of_the_whole():
 
         def run(part, totals=None, name=name):
             value, _ = losses.chunked(
-                name, q_hidden[part], head_of(q_head), mask[part], totals=totals,
-                p_hidden=p_hidden[part], p_head=p_head, tokens=tokens[part],
-            )  # fmt: skip
+                name,
+                q_hidden[part],
+                head_of(q_head),
+                mask[part],
+                totals=totals,
+                p_hidden=p_hidden[part],
+                p_head=p_head,
+                tokens=tokens[part],
+            )
             return value
 
         totals = {name: losses.denominator(name, mask)}
@@ -198,8 +212,13 @@ def test_figures_are_sums_over_valid_positions():
 
 def test_a_sum_of_terms_is_their_sum_and_a_term_of_weight_zero_needs_no_tensors():
     q_hidden, q_head, mask, p_hidden, p_head, tokens = chunk_case(3)
-    given = dict(p_hidden=p_hidden, p_head=p_head, tokens=tokens, rows=2,
-                 confidence=lambda hidden, before: hidden[..., 0])  # fmt: skip
+    given = dict(
+        p_hidden=p_hidden,
+        p_head=p_head,
+        tokens=tokens,
+        rows=2,
+        confidence=lambda hidden, before: hidden[..., 0],
+    )
     terms = {"ce": 0.1, "early_tv": 1.8, "confidence": 0.7, "e2e_tv": 0.5}
     whole, _ = losses.chunked(terms, q_hidden, head_of(q_head), mask, **given)
     parts = sum(
@@ -221,9 +240,16 @@ def test_an_anchor_of_weight_two_counts_as_two():
 
         def run(rows, name=name, **how):
             value, _ = losses.chunked(
-                name, q_hidden[rows], head_of(q_head), mask[rows], p_hidden=p_hidden[rows],
-                p_head=p_head, tokens=tokens[rows], rows=2, **how,
-            )  # fmt: skip
+                name,
+                q_hidden[rows],
+                head_of(q_head),
+                mask[rows],
+                p_hidden=p_hidden[rows],
+                p_head=p_head,
+                tokens=tokens[rows],
+                rows=2,
+                **how,
+            )
             return value, *torch.autograd.grad(value, q_hidden)
 
         for got, want in zip(run(slice(None), weight=weight), run(twice)):
@@ -242,8 +268,9 @@ def test_heads_are_given_contiguous_rows():
 
         return run
 
-    losses.chunked("tv", q_view, watched(q_head), mask, p_hidden=p_view, p_head=watched(p_head),
-                   rows=2)  # fmt: skip
+    losses.chunked(
+        "tv", q_view, watched(q_head), mask, p_hidden=p_view, p_head=watched(p_head), rows=2
+    )
 
 
 def test_an_unknown_loss_is_named():
@@ -274,8 +301,9 @@ def test_a_real_vocabulary_in_chunks_takes_a_fraction_of_the_memory(tmp_path):
     peaks, gradients = [], []
     for rows in (0, 10**9):  # in chunks, and all at once
         out = tmp_path / f"{rows}.pt"
-        done = subprocess.run([sys.executable, "-c", MEMORY, str(rows), out], cwd=ROOT,
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(rows), out], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))
         gradients.append(torch.load(out))

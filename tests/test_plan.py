@@ -98,7 +98,7 @@ def test_the_real_sizes_by_hand():
     assert plan.needs(target, drafter, few, 1, 4, False)["trunks of all references"] == 10 * trunk
 
     target, drafter = plan.on_meta(dataclasses.replace(config, target="27B"))
-    linear = (5120 * (2 * 2048 + 2 * 6144 + 2 * 48) + 10240 * 4 + 2 * 48 + 128 + 6144 * 5120)
+    linear = 5120 * (2 * 2048 + 2 * 6144 + 2 * 48) + 10240 * 4 + 2 * 48 + 128 + 6144 * 5120
     full = 5120 * 256 * (2 * 24 + 2 * 4 + 24) + 2 * 256
     rest = 3 * 5120 * 17408 + 2 * 5120
     assert plan.numbers(target) == 2 * 248320 * 5120 + 48 * linear + 16 * full + 64 * rest + 5120
@@ -124,8 +124,16 @@ def test_the_real_sizes_by_hand():
 
 
 def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
-    config = TrainConfig(mode="specopd", target="8B", draft_layers=5, num_anchors=64, plan=True,
-                         response_length=1536, batch_size=64, precision="bfloat16")  # fmt: skip
+    config = TrainConfig(
+        mode="specopd",
+        target="8B",
+        draft_layers=5,
+        num_anchors=64,
+        plan=True,
+        response_length=1536,
+        batch_size=64,
+        precision="bfloat16",
+    )
     figures = plan.plan(config)
     said, B = capsys.readouterr().out, figures["1"]["sequences"]
     assert B < 64 and f"--batch-size 64 --grad-accum {64 // B} --precision bfloat16" in said

@@ -22,8 +22,9 @@ SMALL = dict(num_references=7, prompt_length=10, response_length=20, part=3)
 
 
 def config_for(folders, tmp_path, **changes):
-    return ReferencesConfig(target=str(folders / "target"), out=str(tmp_path / "r"),
-                            **SMALL | changes)  # fmt: skip
+    return ReferencesConfig(
+        target=str(folders / "target"), out=str(tmp_path / "r"), **SMALL | changes
+    )
 
 
 def test_parts_are_what_is_written_in_one_go_and_are_not_written_twice(folders, tmp_path):
@@ -88,8 +89,9 @@ def test_two_processes_make_the_same_references(folders, tmp_path):
     for out, before in (("one", ()), ("two", start)):
         done = run(*before, references.__file__, *asked, "--out", tmp_path / out, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    one, two = (References.load(tmp_path / f"{out}/references.safetensors") for out in
-                ("one", "two"))  # fmt: skip
+    one, two = (
+        References.load(tmp_path / f"{out}/references.safetensors") for out in ("one", "two")
+    )
     assert torch.equal(one.tokens, two.tokens) and torch.equal(one.lengths, two.lengths)
 
 
@@ -160,8 +162,15 @@ def test_a_server_writes_them(folders, tmp_path, server, mood, monkeypatch):
     assert len(found.lengths) == 7 - figures["not_told_back"]
 
 
-@pytest.mark.parametrize("mood, word", [("nonsense", "without 'choices'"), ("html", "not answered"),
-                                        ("refusing", "404"), ("other model", "same model")])
+@pytest.mark.parametrize(
+    "mood, word",
+    [
+        ("nonsense", "without 'choices'"),
+        ("html", "not answered"),
+        ("refusing", "404"),
+        ("other model", "same model"),
+    ],
+)
 def test_a_server_that_will_not_ends_in_one_line_and_keeps_what_is_there(
     folders, tmp_path, server, mood, word, monkeypatch
 ):
@@ -181,7 +190,13 @@ def test_a_server_that_will_not_ends_in_one_line_and_keeps_what_is_there(
 
 
 def test_no_server_is_one_line(folders, tmp_path):
-    done = run(references.__file__, "--target", folders / "target", "--api",
-               f"http://127.0.0.1:{free_port()}/v1", cwd=tmp_path)  # fmt: skip
+    done = run(
+        references.__file__,
+        "--target",
+        folders / "target",
+        "--api",
+        f"http://127.0.0.1:{free_port()}/v1",
+        cwd=tmp_path,
+    )
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "refused" in done.stderr

@@ -71,8 +71,9 @@ sys.exit(files.exit_code(lambda: resume.save(pathlib.Path(sys.argv[1]), state, k
 
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_intact(tmp_path):
     resume.save(tmp_path, {"step": 1}, keep=2)
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "intact" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
@@ -155,10 +156,14 @@ LONGER = "--steps 60 --eval-every 20 --save-every 3 --matrix-lr 0.01 --lr 1e-3".
 
 def begin(folders, cwd, out: str, processes: int) -> subprocess.Popen:
     return subprocess.Popen(
-        command(folders, processes, *LONGER, "--out", out), cwd=cwd, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        command(folders, processes, *LONGER, "--out", out),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def steps_of(log) -> int:

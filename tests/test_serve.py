@@ -50,9 +50,7 @@ class Scripted:
         texts = [trunk.tokens[b, : int(a) + 1].tolist() for b, a in enumerate(anchors[:, 0])]
         tokens, q = zip(*(self.rule(text) for text in texts))
         drawn_from = torch.stack(q)[:, None, None] if keep_probs else None
-        return Proposal(
-            torch.tensor(tokens)[:, None, None], None, None, sampling, self, drawn_from
-        )
+        return Proposal(torch.tensor(tokens)[:, None, None], None, None, sampling, self, drawn_from)
 
 
 def oracle(target, sampling):
@@ -181,8 +179,10 @@ def test_verifying_fewer_drafts_changes_the_rounds_and_not_the_text(target, draf
 
 def test_by_confidence_too_a_sampled_text_does_not_depend_on_its_batch(target):
     drafter, asked = small_drafter(target, **SPARK), prompts(9)
-    a, b = (generate(target, drafter, asked, 30, 1.0, seed=5, batch_size=n, choose=Threshold(0.5))
-            for n in (9, 2))  # fmt: skip
+    a, b = (
+        generate(target, drafter, asked, 30, 1.0, seed=5, batch_size=n, choose=Threshold(0.5))
+        for n in (9, 2)
+    )
     assert [r.tokens for r in a] == [r.tokens for r in b]
     assert sum(r.num_nodes for r in a) < 5 * sum(r.num_rounds for r in a)
 
@@ -342,9 +342,16 @@ def test_sampled_text_has_exactly_the_targets_distribution(
 
     def run(rows):
         return generate(
-            target, drafter, [prompt] * rows, 3, sampling.temperature, top_k=sampling.top_k,
-            top_p=sampling.top_p, draft_temperature=draft_temperature, batch_size=rows,
-        )  # fmt: skip
+            target,
+            drafter,
+            [prompt] * rows,
+            3,
+            sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            draft_temperature=draft_temperature,
+            batch_size=rows,
+        )
 
     found, accepted = Outcomes(monkeypatch).distribution(run)
     assert abs(sum(found.values()) - 1) < 1e-6
@@ -379,8 +386,16 @@ def test_sampled_frequencies_match_with_the_real_generator(four_token_pair, draf
     target, drafter = four_token_pair
     n, prompt = 20_000, [1, 0, 2]
     expected = plain_distribution(target, prompt, Sampling(1.0), 3)
-    results = generate(target, drafter, [prompt] * n, 3, 1.0, seed=1, batch_size=n,
-                       draft_temperature=draft_temperature)  # fmt: skip
+    results = generate(
+        target,
+        drafter,
+        [prompt] * n,
+        3,
+        1.0,
+        seed=1,
+        batch_size=n,
+        draft_temperature=draft_temperature,
+    )
     pools = {}
     for text, p in expected.items():
         pool = pools.setdefault(text if n * p >= 5 else "rare", [0, 0.0])
@@ -490,10 +505,15 @@ def test_greedy_text_of_every_family_equals_plain_decoding(arch, batch_size, num
     assert all(r.tokens[:30] == ids for r, ids in zip(plain, slow))
 
 
-@pytest.mark.parametrize("arch, variant", [("gqa", variant) for variant in DRAFTERS] + [
-    (arch, variant) for arch in ("gdn", "qsa")
-    for variant in ("dflash", "dspark rnn", "dflash2 sliding, scaled")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arch, variant",
+    [("gqa", variant) for variant in DRAFTERS]
+    + [
+        (arch, variant)
+        for arch in ("gdn", "qsa")
+        for variant in ("dflash", "dspark rnn", "dflash2 sliding, scaled")
+    ],
+)
 def test_greedy_text_is_plain_decodings_with_every_drafter_on_every_target(arch, variant):
     target = small_target(std=0.3, arch=arch)
     drafter, asked = small_drafter(target, **DRAFTERS[variant]), prompts(4)

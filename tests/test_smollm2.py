@@ -1,6 +1,6 @@
 """A real 135M instruct model against transformers. Needs its folder and a file of prompts:
 
-    SMOLLM2=FOLDER EVAL_PROMPTS=FOLDER_OF_JSONL pytest tests/test_smollm2.py
+SMOLLM2=FOLDER EVAL_PROMPTS=FOLDER_OF_JSONL pytest tests/test_smollm2.py
 """
 
 import os

@@ -207,9 +207,14 @@ def test_checkpoints_are_kept_while_committing(arch):
 
 @pytest.mark.parametrize(
     "dtype, rows, drafts, own",
-    [(torch.bfloat16, 1, 0, True), (torch.bfloat16, 2, 0, False), (torch.bfloat16, 1, 1, False),
-     (torch.bfloat16, 1, 7, False), (torch.float32, 1, 0, False)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, 1, 0, True),
+        (torch.bfloat16, 2, 0, False),
+        (torch.bfloat16, 1, 1, False),
+        (torch.bfloat16, 1, 7, False),
+        (torch.float32, 1, 0, False),
+    ],
+)
 def test_a_single_row_in_bfloat16_takes_torchs_own_kernel(dtype, rows, drafts, own):
     """In the layers and in the head; whatever happens there, what was chosen before comes back."""
     target, seen = small_target(), []

@@ -54,8 +54,12 @@ def build(folder, kind: str, size: int = 420):
     tokenizer.train_from_iterator(TEXT, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-             "bos_token": "<|im_start|>", "chat_template": CHATML}  # fmt: skip
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|im_start|>",
+        "chat_template": CHATML,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 0], "pad_token_id": 1})
@@ -81,7 +85,7 @@ def random_text(rng: random.Random) -> str:
         lambda: rng.choice(SPECIAL),
         lambda: any_character(rng),
         lambda: rng.choice("!?.,;:#{}()[]<>|_-+=*/\\'\"") * rng.randint(1, 4),
-    ]  # fmt: skip
+    ]
     return "".join(rng.choice(pieces)() for _ in range(rng.randint(0, 12)))
 
 
@@ -129,9 +133,13 @@ def test_bytes_without_a_token_are_dropped_or_unknown_as_the_file_says(tmp_path,
 CHATS = [
     [{"role": "user", "content": "Hi {{ there }}"}],
     [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "a\n"}],
-    [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
-     {"role": "user", "content": "3"}, {"role": "assistant", "content": "four 世界"}],
-]  # fmt: skip
+    [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "four 世界"},
+    ],
+]
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -34,9 +34,18 @@ def setup(seed=0):
     return target, References.from_lists(prompts, [r.tokens for r in results], 0)
 
 
-CONFIG = TrainConfig(mode="specopd", steps=4, batch_size=3, num_anchors=4, num_branches=2,
-                     eval_every=2, eval_prompts=2, eval_tokens=8, save_every=1,
-                     warmup=1)  # fmt: skip
+CONFIG = TrainConfig(
+    mode="specopd",
+    steps=4,
+    batch_size=3,
+    num_anchors=4,
+    num_branches=2,
+    eval_every=2,
+    eval_prompts=2,
+    eval_tokens=8,
+    save_every=1,
+    warmup=1,
+)
 
 
 CE = dataclasses.replace(CONFIG, mode="ce")
@@ -63,9 +72,13 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms, weight):
     W, kind, decay = 4, drafter.config.kind, config.ce_decay
     p_all, q_all, base_all, sure_all, tokens_all, valid_all = [], [], [], [], [], []
     proposal = drafter.propose(
-        trunk, anchors, config.num_branches, Sampling(config.branch_temperature), uniforms,
+        trunk,
+        anchors,
+        config.num_branches,
+        Sampling(config.branch_temperature),
+        uniforms,
         num_greedy=config.num_greedy,
-    )  # fmt: skip
+    )
     for b, a in torch.cartesian_prod(*(torch.arange(n) for n in anchors.shape)).tolist():
         anchor, length = int(anchors[b, a]), int(trunk.lengths[b])
         text = trunk.tokens[b, :length].tolist()
@@ -134,8 +147,9 @@ def test_a_label_off_by_one_is_noticed(monkeypatch):
     drafter = small_drafter(target)
     trunk, anchors, uniforms, _ = one_batch(target, references)
     moved = dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1))
-    value, shifted = (step_of(CE, drafter, (one, anchors, uniforms, None))[1]
-                      for one in (trunk, moved))  # fmt: skip
+    value, shifted = (
+        step_of(CE, drafter, (one, anchors, uniforms, None))[1] for one in (trunk, moved)
+    )
     assert value.isfinite() and shifted.isfinite() and abs(value - shifted) > 1e-2
 
 
@@ -168,8 +182,10 @@ LENGTHS = torch.tensor([9, 30, 12, 50, 11, 31, 10, 52, 29, 51, 28, 49])
 
 
 def test_batches_of_a_bucket_hold_texts_of_similar_length():
-    longest = [[LENGTHS[batch_rows(3, step, LENGTHS, 4, bucket)].max() for step in range(3)]
-               for bucket in (1, 3)]  # fmt: skip
+    longest = [
+        [LENGTHS[batch_rows(3, step, LENGTHS, 4, bucket)].max() for step in range(3)]
+        for bucket in (1, 3)
+    ]
     assert sorted(longest[1]) == [12, 31, 52] and sum(longest[0]) > sum(longest[1])
     # of 11 in batches of 4, later epochs begin within a batch: each still holds every one once
     seen = torch.cat([batch_rows(3, step, LENGTHS[:11], 4, 3) for step in range(11)]).tolist()
@@ -223,9 +239,7 @@ def test_branches_that_are_used_again_give_the_loss_of_those_branches(variant):
     part, drawn, _ = step_of(CONFIG, drafter, batch)
     again, _ = step_loss(CONFIG, drafter, dataclasses.replace(part, hidden=None))
     weights = [p for n, p in drafter.named_parameters()]
-    first, second = (
-        torch.autograd.grad(one, weights, allow_unused=True) for one in (drawn, again)
-    )
+    first, second = (torch.autograd.grad(one, weights, allow_unused=True) for one in (drawn, again))
     torch.testing.assert_close(drawn, again)
     for got, want in zip(second, first):
         if want is not None:
@@ -244,9 +258,14 @@ def test_a_batch_in_parts_gives_the_gradient_of_the_whole(variant, mode):
     for accum, again, cached in ((1, False, 1.0), (3, False, 1.0), (6, True, 0.0)):
         drafter = small_drafter(target, **DRAFTERS[variant]).double()
         config = dataclasses.replace(
-            CONFIG, mode=mode, batch_size=6, grad_accum=accum, recompute=again, ce_weight=0.2,
+            CONFIG,
+            mode=mode,
+            batch_size=6,
+            grad_accum=accum,
+            recompute=again,
+            ce_weight=0.2,
             response_length=20,
-        )  # fmt: skip
+        )
         trunks = Trunks(target, references, cached)
         hard = None if mode == "rollout" else hardness(drafter, trunks, 1.0)
         parts = next_batch(config, drafter, trunks, 1, STOP, hard)
@@ -277,9 +296,11 @@ def test_half_precision_is_the_drafters_alone(variant, mode):
         config = dataclasses.replace(CONFIG, mode=mode, precision=precision)
         if precision == "bfloat16":
             drafter.layers[0].mlp.down_proj.register_forward_hook(
-                lambda *a: kinds["drafter"].add(a[-1].dtype))  # fmt: skip
+                lambda *a: kinds["drafter"].add(a[-1].dtype)
+            )
             target.model.layers[0].mlp.down_proj.register_forward_hook(
-                lambda *a: kinds["target"].add(a[-1].dtype))  # fmt: skip
+                lambda *a: kinds["target"].add(a[-1].dtype)
+            )
         parts = next_batch(config, drafter, Trunks(target, references, 0.0), 0, STOP)
         figures = gradient(config, Step(config, drafter), drafter, parts)
         grads = [p.grad for p in drafter.parameters() if p.grad is not None]
@@ -431,9 +452,13 @@ def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
     target, _ = setup()
     small_drafter(target).save_pretrained(tmp_path)
     for change in (
-        dict(block_size=7), dict(draft_layers=3), dict(mask_token_id=0), dict(rank=3),
-        dict(drafter_kind="dspark"), dict(markov_head="rnn"),
-    ):  # fmt: skip
+        dict(block_size=7),
+        dict(draft_layers=3),
+        dict(mask_token_id=0),
+        dict(rank=3),
+        dict(drafter_kind="dspark"),
+        dict(markov_head="rnn"),
+    ):
         config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
         with pytest.raises(ValueError, match=next(iter(change))):
             start_drafter(config, target, None)
@@ -443,12 +468,20 @@ def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(steps=0), dict(response_length=1), dict(loss_temperature=-1.0), dict(clip=float("nan")),
-     dict(loss="e2e_al", mode="e2e"), dict(loss="e2e_al", branch_temperature=0.0),
-     dict(loss="e2e_al", loss_temperature=0.5), dict(loss="e2e_al", num_greedy=1),
-     dict(loss="e2e_al", reuse=2, save_every=2),
-     dict(num_greedy=2), dict(mode="story", stop_after=2)],
-)  # fmt: skip
+    [
+        dict(steps=0),
+        dict(response_length=1),
+        dict(loss_temperature=-1.0),
+        dict(clip=float("nan")),
+        dict(loss="e2e_al", mode="e2e"),
+        dict(loss="e2e_al", branch_temperature=0.0),
+        dict(loss="e2e_al", loss_temperature=0.5),
+        dict(loss="e2e_al", num_greedy=1),
+        dict(loss="e2e_al", reuse=2, save_every=2),
+        dict(num_greedy=2),
+        dict(mode="story", stop_after=2),
+    ],
+)
 def test_settings_without_a_meaning_are_errors(change):
     with pytest.raises(ValueError):
         dataclasses.replace(CONFIG, **{"num_greedy": 0} | change)
@@ -497,8 +530,18 @@ def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])
 def test_the_smoke_story_of_the_other_drafters_goes_on_in_one_way(tmp_path, kind):
-    command = [sys.executable, ROOT / "train.py", "--preset", "smoke", "--out", tmp_path / "run",
-               "--drafter-kind", kind, "--ways", "specopd"]  # fmt: skip
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "--preset",
+        "smoke",
+        "--out",
+        tmp_path / "run",
+        "--drafter-kind",
+        kind,
+        "--ways",
+        "specopd",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())

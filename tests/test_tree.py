@@ -72,10 +72,12 @@ def test_packed_branches_equal_the_target_run_on_each_alone(target, merge, K, se
 
 
 OTHERS = {
-    "llama": dict(model_type="llama"), "linear": dict(arch="gdn"), "sparse": dict(arch="qsa"),
+    "llama": dict(model_type="llama"),
+    "linear": dict(arch="gdn"),
+    "sparse": dict(arch="qsa"),
     "sparse without n-grams": dict(arch="qsa", ple_layer_ids=()),
     "sparse in blocks of 3": dict(arch="qsa", indexer_compress_ratio=3, indexer_budget=6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("every", [1, 7, 1000])
@@ -123,16 +125,23 @@ def leaking_blocks(monkeypatch):
         if view.groups is None:
             return slots, seen
         ends = ((view.positions + 1) % r == 0) & view.valid
-        return slots, torch.cat([seen[..., : -ends.shape[1]], ends[:, None].expand_as(
-            seen[..., -ends.shape[1] :])], -1)  # fmt: skip
+        return slots, torch.cat(
+            [seen[..., : -ends.shape[1]], ends[:, None].expand_as(seen[..., -ends.shape[1] :])], -1
+        )
 
     monkeypatch.setattr("model.block_ends", shared)
 
 
 @pytest.mark.parametrize(
-    "arch, damage", [("gdn", late_state), ("gdn", stale_tail), ("qsa", stale_tail),
-                     ("qsa", leaking_blocks), ("qsa", late_state)],
-)  # fmt: skip
+    "arch, damage",
+    [
+        ("gdn", late_state),
+        ("gdn", stale_tail),
+        ("qsa", stale_tail),
+        ("qsa", leaking_blocks),
+        ("qsa", late_state),
+    ],
+)
 def test_a_late_state_a_cut_convolution_or_a_shifted_block_is_noticed(arch, damage, monkeypatch):
     target = small_target(arch=arch)
     assert largest_difference(target, random_case(1, 2), False, 7) < 1e-4
