@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import checkpoint_folder, flat, load_weights, save_tensors, tensor_files
-from drafter_config import DrafterConfig
-from files import read_json, write_json
 from heads import CandidateSelector, ConfidenceHead, ConvolvedLayer, MarkovHead
+from hf.drafters import DrafterConfig
+from hf.tensors import checkpoint_folder, flat, load_weights, save_tensors, tensor_files
 from model import DecoderLayer, RMSNorm, init_weights, rotary
 from sampling import Sampling, draw
+from support.files import read_json, write_json
 from target import Target, Trunk
 from tree import at, block_view, place, with_room
 

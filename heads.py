@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
-from drafter_config import DrafterConfig
+from hf.config import ModelConfig
+from hf.drafters import DrafterConfig
 from model import DecoderLayer
 from tree import View
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import replay
-from config import ModelConfig
+from hf.config import ModelConfig
 from tree import View, at, block_ends, block_mask, causal_view, fetch, highest
 
 GATHERED = 2**15  # keys that are gathered at once

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import data
-import files
 from drafter import Drafter, Sampling, draw
+from support import data, files
 from target import Target
 from tree import at, build_tree
 
@@ -377,7 +376,7 @@ def _timed(run) -> tuple[list[Result], float]:
 
 
 def measure_tasks(config: ServeConfig, target, drafter, tokenizer, how: dict) -> None:
-    from measure import read_tasks, report_tasks  # it builds on this file
+    from support.measure import read_tasks, report_tasks  # it builds on this file
 
     if not drafter:
         raise ValueError("--eval needs --drafter")
@@ -427,7 +426,7 @@ def main():
     if config.verify_by:
         if not drafter:
             raise ValueError("--verify-by needs --drafter")
-        from confidence import load_rule  # it builds on this file
+        from lab.confidence import load_rule  # it builds on this file
 
         drafts = drafter.config.num_draft_tokens
         rows = min(config.batch_size, len(prompts) or config.batch_size)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import distributed
 import loss as losses
 from drafter import Drafter, Sampling, history
 from model import MLP
-from prepare import Trunks, batch_rows
 from rollout import Blocks, collect, until_stop
+from support import distributed
+from support.prepare import Trunks, batch_rows
 from target import Trunk
 from tree import at, build_tree, draw_anchors
 

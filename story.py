@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-import files
 from drafter import Drafter
-from measure import Measure, decoding_speed, gain, shown
-from prepare import Trunks, prepare, start_drafter
+from support import files
+from support.measure import Measure, decoding_speed, gain, shown
+from support.prepare import Trunks, prepare, start_drafter
 from train import FREE, MODES, TEMPERATURES, TrainConfig, train
 
 

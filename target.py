@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checkpoint
-import distributed
 import replay
-from config import FAMILIES, ModelConfig
-from files import exit_code, read_json, write_json
+from hf import tensors
+from hf.config import FAMILIES, ModelConfig
+from hf.tokenizer import load_tokenizer
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
-from tokenizer import load_tokenizer
+from support import distributed
+from support.files import exit_code, read_json, write_json
 from tree import ProposalTree, at, build_tree, causal_view, place, with_room
 
 WIDE = dict(
@@ -329,7 +329,7 @@ class Target(nn.Module):
     def from_pretrained(cls, folder, device="cpu", dtype=None, shard=False) -> "Target":
         """A Hugging Face folder, frozen. dtype None: what its config names. shard: spread its
         layers over all processes, see distributed.py."""
-        folder = checkpoint.checkpoint_folder(str(folder))
+        folder = tensors.checkpoint_folder(str(folder))
         found = read_json(folder / "config.json")
         if "block_size" in found:
             raise ValueError(f"{folder} holds a drafter, not a target")
@@ -338,12 +338,12 @@ class Target(nn.Module):
             target = cls(config).requires_grad_(False)
         if shard:
             distributed.shard(target.model, device)
-        dtype = dtype or checkpoint.stored_dtype(found, folder)
-        where, tied = checkpoint.layout(config), target.tied_names()
-        skipped = checkpoint.load_weights(target, folder, device, dtype, where, tied)
+        dtype = dtype or tensors.stored_dtype(found, folder)
+        where, tied = tensors.layout(config), target.tied_names()
+        skipped = tensors.load_weights(target, folder, device, dtype, where, tied)
         if skipped:
             print(f"{folder}: {skipped} tensors skipped (images, drafting heads, rotary tables)")
-        checkpoint.by_columns(target)
+        tensors.by_columns(target)
         if config.tie_word_embeddings:  # loading assigned them one by one
             target.model.embed_tokens.weight = target.lm_head.weight
         if (folder / "tokenizer.json").is_file():
@@ -371,8 +371,8 @@ class Target(nn.Module):
         """An ordinary folder of the target's family; `extra` goes into config.json."""
         folder = Path(folder)
         tensors = {k: v for k, v in self.state_dict().items() if k not in self.tied_names()}
-        tensors = checkpoint.in_shards(tensors, self.config.split_ngram_parts)
-        checkpoint.save_tensors(folder / "model.safetensors", tensors)
+        tensors = tensors.in_shards(tensors, self.config.split_ngram_parts)
+        tensors.save_tensors(folder / "model.safetensors", tensors)
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)

@@ -30,17 +30,15 @@ from pathlib import Path
 from torch import nn
 from tqdm import tqdm
 
-import distributed
-import files
 import loss as losses
-import resume
 from drafter import Drafter
-from drafter_config import ARCHITECTURES, MARKOV_HEADS
-from files import flag
+from hf.drafters import ARCHITECTURES, MARKOV_HEADS
 from loss import make_optimizers, set_rate, update
-from measure import Measure
-from prepare import Trunks, prepare, start_drafter, weights_of
 from step import Step, compile_parts, gradient, hardness, heat, next_batch
+from support import distributed, files, resume
+from support.files import flag
+from support.measure import Measure
+from support.prepare import Trunks, prepare, start_drafter, weights_of
 from target import TOYS
 
 MODES = ("ce", "e2e", "specopd", "rollout")
@@ -332,7 +330,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
 def main():
     config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
     if config.plan:
-        from plan import plan
+        from lab.plan import plan
 
         return plan(config)
     config = replace(config, device=distributed.start(config.device))

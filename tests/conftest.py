@@ -11,9 +11,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from drafter import Drafter  # noqa: E402
+from hf.tokenizer import write_byte_tokenizer  # noqa: E402
 from replay import PER_TOKEN, by_position  # noqa: E402
 from target import Target  # noqa: E402
-from tokenizer import write_byte_tokenizer  # noqa: E402
 
 SMALL = dict(
     vocab_size=24,

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from test_distributed import command, free_port, train
 
-import files
 import train as training
+from support import files
 
 FLAGS = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-references 8
     --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --save-every 1

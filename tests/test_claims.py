@@ -9,10 +9,10 @@ import torch
 from conftest import ROOT
 from test_lessons import run
 
-import claims
-from claims import STUDIES, Arm, ClaimsConfig, acceptance, counts, own
-from files import write_json
-from measure import Acceptance, middle
+from lab import claims
+from lab.claims import STUDIES, Arm, ClaimsConfig, acceptance, counts, own
+from support.files import write_json
+from support.measure import Acceptance, middle
 from train import TrainConfig
 
 SMALL = {

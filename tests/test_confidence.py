@@ -8,7 +8,8 @@ import torch
 from conftest import DRAFTERS, SPARK, small_drafter, small_target
 from test_serve import Outcomes, distance, plain_distribution, prompts
 
-from confidence import (
+from drafter import DSpark, Sampling
+from lab.confidence import (
     Threshold,
     Throughput,
     fit_temperatures,
@@ -17,9 +18,8 @@ from confidence import (
     reliability,
     rounds,
 )
-from drafter import DSpark, Sampling
-from measure import Measure
 from serve import generate
+from support.measure import Measure
 
 RULES = {
     "threshold": Threshold(0.6),

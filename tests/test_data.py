@@ -6,12 +6,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import checkpoint
-import data
-import files
-from checkpoint import load_weights
-from data import References
-from tokenizer import write_byte_tokenizer
+from hf.tensors import load_weights
+from hf.tokenizer import write_byte_tokenizer
+from support import data, files
+from support.data import References
 
 
 @pytest.fixture
@@ -138,7 +136,7 @@ def test_weights_are_loaded_loudly(tmp_path):
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"\(3, 2\)"),
         ({n: torch.zeros(s) for n, s in dict(weight=(2, 3), bias=2, more=1).items()}, "more"),
     ]:
-        checkpoint.save_tensors(path, tensors)
+        tensors.save_tensors(path, tensors)
         with pytest.raises(ValueError, match=word):
             load_weights(module, tmp_path)
     path.write_bytes(path.read_bytes()[:-5])

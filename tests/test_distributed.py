@@ -12,13 +12,13 @@ import torch
 from conftest import ARCHS, DRAFTERS, ROOT, small_drafter, small_target
 from test_train import CONFIG, STOP
 
-import distributed
-from data import References
 from drafter import Drafter
-from measure import Measure
-from prepare import Trunks
 from serve import generate
 from step import Step, gradient, next_batch
+from support import distributed
+from support.data import References
+from support.measure import Measure
+from support.prepare import Trunks
 from target import Target
 from train import MODES
 

@@ -10,8 +10,8 @@ from conftest import DRAFTERS, small_drafter, small_target
 from safetensors.torch import load_file, save_file
 
 from drafter import Drafter, Sampling
-from drafter_config import DrafterConfig
-from files import read_json
+from hf.drafters import DrafterConfig
+from support.files import read_json
 
 VARIANTS = list(DRAFTERS)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import small_target, state_gap
 from safetensors.torch import load_file, save_file
 
-from config import ModelConfig
+from hf.config import ModelConfig
 from model import NGramEmbedding, gathered_attention
 from target import Target
 from tree import build_tree, causal_view

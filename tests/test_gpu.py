@@ -10,9 +10,9 @@ from test_train import CONFIG, STOP, setup
 
 import kernels
 import replay
-from prepare import Trunks
 from serve import generate
 from step import Step, compile_parts, gradient, next_batch
+from support.prepare import Trunks
 from tree import build_tree
 
 PLACE = os.environ.get("PLACE", "cuda")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_families import theirs_saved
 from test_loading import reconfigure, rewrite, spoiled_is_refused
 
-from checkpoint import layout, plan
-from config import ModelConfig
+from hf.config import ModelConfig
+from hf.tensors import layout, plan
 from target import Target
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-import files
+from support import files
 
 
 def run(*arguments, cwd=ROOT):
@@ -197,7 +197,7 @@ def test_bench_speed_has_three_arms_at_every_batch_size(folders, tmp_path):
 
 
 def test_time_is_covered_once_however_many_kernels_run():
-    from bench_training import covered
+    from lab.training import covered
 
     assert covered([]) == 0 and covered([(0, 2), (1, 3), (1.5, 1.7), (5, 6)]) == 4
 

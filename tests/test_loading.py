@@ -10,9 +10,9 @@ import torch
 from conftest import SMALL, randomise, small_target
 from safetensors.torch import load_file, save_file
 
-from checkpoint import FP8_BLOCK, checkpoint_folder
+from hf.tensors import FP8_BLOCK, checkpoint_folder
+from hf.tokenizer import load_tokenizer, write_byte_tokenizer
 from target import Target
-from tokenizer import load_tokenizer, write_byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
 VARIANTS = {  # what can vary, varied

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import SMALL, randomise, small_target
 
+from hf.tokenizer import load_tokenizer, write_byte_tokenizer
 from model import ModelConfig, rotary, rotate
 from target import Target
-from tokenizer import load_tokenizer, write_byte_tokenizer
 
 
 def test_a_saved_target_opens_in_transformers_with_the_same_logits(tmp_path):

@@ -8,12 +8,12 @@ import torch
 from conftest import ARCHS, DRAFTERS, small_drafter
 from test_train import CONFIG, STOP, one_batch, setup
 
-import plan
 from drafter import Drafter
-from drafter_config import ARCHITECTURES
-from files import parse_flags
+from hf.drafters import ARCHITECTURES
+from lab import plan
 from loss import make_optimizers, update
 from step import Step, arithmetic, draw, step_loss
+from support.files import parse_flags
 from target import Target
 from train import TrainConfig
 

@@ -10,11 +10,11 @@ import torch
 from test_distributed import free_port
 from test_lessons import run
 
-import data
-import references
-from data import References
-from prepare import write_references
-from references import ReferencesConfig, make
+from lab import references
+from lab.references import ReferencesConfig, make
+from support import data
+from support.data import References
+from support.prepare import write_references
 from target import Target
 from train import TrainConfig
 

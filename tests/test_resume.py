@@ -15,14 +15,12 @@ from conftest import ROOT, small_drafter
 from test_distributed import command
 from test_train import CONFIG, STOP, setup
 
-import distributed
-import files
-import resume
 import step as steps
 import train as training
 from drafter import Drafter
-from measure import Measure
-from prepare import Trunks
+from support import distributed, files, resume
+from support.measure import Measure
+from support.prepare import Trunks
 
 
 def test_the_last_few_checkpoints_are_kept_and_a_damaged_one_is_passed_over(tmp_path, capsys):

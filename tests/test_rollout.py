@@ -11,11 +11,11 @@ from test_train import CONFIG, STOP, run, setup
 import loss as losses
 import step
 import train as training
-from measure import Measure
-from prepare import Trunks
 from rollout import collect
 from serve import generate
 from step import draw, step_loss
+from support.measure import Measure
+from support.prepare import Trunks
 
 
 def prompts(count=5):

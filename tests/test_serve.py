@@ -11,11 +11,11 @@ from conftest import DRAFTERS, SECOND, SPARK, small_drafter, small_target
 import drafter as drafter_module
 import loss as losses
 import serve
-from confidence import Threshold
 from drafter import Drafter, Memory, Proposal, Sampling
-from measure import Acceptance, evaluate, repetition
+from hf.tokenizer import load_tokenizer, write_byte_tokenizer
+from lab.confidence import Threshold
 from serve import generate
-from tokenizer import load_tokenizer, write_byte_tokenizer
+from support.measure import Acceptance, evaluate, repetition
 from tree import build_tree
 
 W = 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import first_turn, load_tokenizer, read_prompts
 from serve import generate
+from support.data import first_turn, load_tokenizer, read_prompts
 from target import Target
 
 FOLDER, PROMPTS = os.environ.get("SMOLLM2", ""), os.environ.get("EVAL_PROMPTS", "")

@@ -6,8 +6,8 @@ import torch
 from conftest import ARCHS, small_target, state_gap
 
 import replay
+from hf.tokenizer import write_byte_tokenizer
 from target import Target, default_taps, one_row
-from tokenizer import write_byte_tokenizer
 from tree import build_tree
 
 W = 4

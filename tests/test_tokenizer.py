@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from data import References, load_tokenizer
+from support.data import References, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

@@ -10,17 +10,17 @@ import pytest
 import torch
 from conftest import DRAFTERS, ROOT, small_drafter, small_target
 
-import files
 import loss as losses
 import train as training
-from data import References
 from drafter import Drafter, Sampling
 from loss import make_optimizers, set_rate
-from measure import Measure
-from prepare import Trunks, batch_rows, start_drafter
 from rollout import until_stop
 from serve import generate
 from step import Step, compile_parts, draw, gradient, hardness, next_batch, step_loss
+from support import files
+from support.data import References
+from support.measure import Measure
+from support.prepare import Trunks, batch_rows, start_drafter
 from train import MODES, TrainConfig
 from tree import draw_anchors
 

@@ -28,12 +28,10 @@ from pathlib import Path
 
 import torch
 
-import data
-import distributed
-import files
 import serve
 from drafter import Drafter
-from files import flag
+from support import data, distributed, files
+from support.files import flag
 from target import TOYS, Target
 
 
@@ -181,16 +179,10 @@ class Clock:
 
 def main():
     # they build on this file
-    from bench_serving import bench_al, bench_chains, bench_decode, bench_hf, bench_speed
-    from bench_training import (
-        bench_activity,
-        bench_replay,
-        bench_scale,
-        bench_throughput,
-        bench_tree,
-    )
-    from claims import ClaimsConfig, claims
-    from report import ReportConfig, report
+    from lab.claims import ClaimsConfig, claims
+    from lab.report import ReportConfig, report
+    from lab.serving import bench_al, bench_chains, bench_decode, bench_hf, bench_speed
+    from lab.training import bench_activity, bench_replay, bench_scale, bench_throughput, bench_tree
 
     commands = {
         "throughput": bench_throughput,

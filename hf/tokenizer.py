@@ -21,8 +21,8 @@ import jinja2
 import jinja2.sandbox
 import tiktoken
 
-from checkpoint import checkpoint_folder
-from files import read_json, write_json
+from hf.tensors import checkpoint_folder
+from support.files import read_json, write_json
 
 # how GPT-2 cuts text into pieces, and the same where every digit has been split off before
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"

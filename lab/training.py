@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import distributed
 import loss
 import replay
 import step as training
-from bench import BenchConfig, Clock, held_out_prompts, load, median_time, text_of, wait
-from data import References
 from drafter import Drafter, Sampling
+from lab.common import BenchConfig, Clock, held_out_prompts, load, median_time, text_of, wait
 from loss import make_optimizers
-from prepare import Trunks
 from serve import generate
+from support import distributed
+from support.data import References
+from support.prepare import Trunks
 from target import Target
 from train import TrainConfig
 from tree import build_tree

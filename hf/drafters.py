@@ -9,7 +9,7 @@ field given twice with two values is an error. What is written is the dialect th
 
 from dataclasses import dataclass, replace
 
-from config import ModelConfig
+from hf.config import ModelConfig
 
 KINDS = {  # architectures[0]: kind
     "DFlashDraftModel": "dflash",

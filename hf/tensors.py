@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from config import FP8_BLOCK, ModelConfig
-from files import atomic, read_json
+from hf.config import FP8_BLOCK, ModelConfig
+from support.files import atomic, read_json
 
 SKIPPED = re.compile(r"^(model\.)?(visual|mtp)\.|\.rotary_emb\.inv_freq$")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import data
 from serve import generate
+from support import data
 
 REPEAT = 8  # tokens of a run that counts as repeated
 

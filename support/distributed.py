@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import TABLE
+from hf.tensors import TABLE
 from tree import causal_view
 
 PATIENCE = datetime.timedelta(hours=2)  # the others wait while the first one measures

@@ -14,11 +14,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import claims
-import files
-from claims import STUDIES, ClaimsConfig
-from files import flag
-from measure import shown
+from lab import claims
+from lab.claims import STUDIES, ClaimsConfig
+from support import files
+from support.files import flag
+from support.measure import shown
 
 COLOURS = {
     "ce": "tab:gray",

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 import replay
-from checkpoint import tensor_files
-from config import ModelConfig
 from drafter import ANCHORS, Drafter, drafter_class
-from drafter_config import DrafterConfig
-from files import read_json
+from hf.config import ModelConfig
+from hf.drafters import DrafterConfig
+from hf.tensors import tensor_files
 from loss import CHUNK_ELEMENTS, make_optimizers
-from prepare import fresh_drafter
 from step import needs_p
+from support.files import read_json
+from support.prepare import fresh_drafter
 from target import PREFILL, Target
 
 FULL = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import torch
 
-import data
-import files
 import serve
-from bench import BenchConfig, Clock, held_out_prompts, load, median_time
 from drafter import Drafter
-from measure import Measure, Tasks, by_task, decoding_speed, evaluate, gain, read_tasks, shown
+from lab.common import BenchConfig, Clock, held_out_prompts, load, median_time
+from support import data, files
+from support.measure import (
+    Measure,
+    Tasks,
+    by_task,
+    decoding_speed,
+    evaluate,
+    gain,
+    read_tasks,
+    shown,
+)
 from target import Target, one_row
 
 

@@ -29,12 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import data
-import files
 from drafter import Drafter
-from files import flag
-from measure import Measure, evaluate
 from serve import generate
+from support import data, files
+from support.files import flag
+from support.measure import Measure, evaluate
 from target import Target
 
 FILE = "confidence.json"  # beside a drafter: its temperatures, and what scoring costs

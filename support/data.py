@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import open_tensors, save_tensors
-from files import check_same
-from tokenizer import Tokenizer, load_tokenizer  # noqa: F401 load_tokenizer is a name of ours, too
+from hf.tensors import open_tensors, save_tensors
+from hf.tokenizer import Tokenizer, load_tokenizer  # noqa: F401 load_tokenizer is a name of ours, too
+from support.files import check_same
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 

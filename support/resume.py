@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import distributed
-import files
+from support import distributed, files
 
 PATIENCE = 20  # steps after which a gradient's size is compared with those before
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import data
-from data import References
 from drafter import Drafter
-from drafter_config import ARCHITECTURES
-from files import dtype_of, stage
-from measure import Measure
+from hf.drafters import ARCHITECTURES
+from hf.tokenizer import write_byte_tokenizer
 from serve import generate
+from support import data
+from support.data import References
+from support.files import dtype_of, stage
+from support.measure import Measure
 from target import Target, Trunk, train_toy
-from tokenizer import write_byte_tokenizer
 
 
 class Trunks:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-import files
 from drafter import Drafter
-from files import flag
-from measure import Acceptance, gain, middle, shown
-from prepare import Trunks, prepare
 from story import trained
+from support import files
+from support.files import flag
+from support.measure import Acceptance, gain, middle, shown
+from support.prepare import Trunks, prepare
 from train import TEMPERATURES, TrainConfig
 
 

@@ -25,13 +25,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import data
-import distributed
-import files
-from data import References
-from files import flag
-from prepare import provenance, weights_of
 from serve import generate
+from support import data, distributed, files
+from support.data import References
+from support.files import flag
+from support.prepare import provenance, weights_of
 from target import Target
 
 
