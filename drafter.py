@@ -33,7 +33,7 @@ from model import DecoderLayer, RMSNorm, init_weights, rotary
 from sampling import Sampling, draw
 from support.files import read_json, write_json
 from target import Target, Trunk
-from tree import at, block_view, place, with_room
+from tree import block_view, gather_slots, with_room, write_slots
 
 DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
 ANCHORS = 32  # whose blocks run together
@@ -71,7 +71,7 @@ class Proposal:
     sampling: Sampling
     drafter: "Drafter"
     # (B, A, K or 1, W, V), kept if the caller divides by it
-    drawn_from: Tensor | None = None
+    q_probs: Tensor | None = None
 
     @property
     def before(self) -> Tensor:
@@ -152,7 +152,7 @@ class Drafter(nn.Module):
                 memory.rings = (*memory.rings[:layer], True, *memory.rings[layer + 1 :])
                 states[layer] = with_room(state, size)[:, :size]  # for its shape
                 positions = memory.held(layer, trunk.lengths)
-                states[layer] = at(state, positions.clamp(0, T - 1))
+                states[layer] = gather_slots(state, positions.clamp(0, T - 1))
             else:
                 states[layer] = with_room(state, T + room)
         return memory
@@ -163,7 +163,7 @@ class Drafter(nn.Module):
         slots = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         rings = memory.rings or (False,) * len(memory.states)
         for ring, cache, new in zip(rings, memory.states, self._context(taps, slots)):
-            place(cache, new, slots % cache.shape[1] if ring else slots)
+            write_slots(cache, new, slots % cache.shape[1] if ring else slots)
         return replace(memory, width=memory.width + taps.shape[1])
 
     # -- the block
@@ -219,7 +219,7 @@ class Drafter(nn.Module):
         """q's logits on a given history; see `step`."""
         return self.step(self.unary(hidden), hidden, before, None, labels)[0]
 
-    says_confidence = False
+    has_confidence = False
 
     def confidence(self, hidden: Tensor, before: Tensor, detached: bool = False) -> Tensor:
         """How likely each draft is accepted, given those before it: logits (…,K,W). detached:
@@ -347,7 +347,7 @@ class Drafter(nn.Module):
         write_json(folder / "config.json", self.config.to_dict() | {"dtype": str(dtype)[6:]})
 
 
-class Sequential(Drafter):
+class AutoregressiveDrafter(Drafter):
     """A drafter whose slots know the token before them."""
 
     def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
@@ -368,7 +368,7 @@ class Sequential(Drafter):
         return torch.cat(tokens, -1), torch.cat(kept, -2) if kept else None
 
 
-class DSpark(Sequential):
+class DSpark(AutoregressiveDrafter):
     """DFlash's backbone one slot on, a Markov head behind it, and a confidence head."""
 
     def __init__(self, config: DrafterConfig, target: Target):
@@ -383,11 +383,11 @@ class DSpark(Sequential):
         return unary.float() + added.float(), state
 
     @property
-    def says_confidence(self) -> bool:
+    def has_confidence(self) -> bool:
         return self.confidence_head is not None
 
     def confidence(self, hidden, before, detached=False):
-        if not self.says_confidence:
+        if not self.has_confidence:
             return super().confidence(hidden, before)
         e = self.markov_head.markov_w1(before) if self.markov_head else None
         if detached:
@@ -395,7 +395,7 @@ class DSpark(Sequential):
         return self.confidence_head(hidden, e).expand(before.shape)
 
 
-class DFlash2(Sequential):
+class DFlash2(AutoregressiveDrafter):
     """DFlash with convolutions along the block, and a selector over each slot's best tokens."""
 
     def __init__(self, config: DrafterConfig, target: Target):

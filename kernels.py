@@ -3,7 +3,7 @@ ours says.
 
     pip install flash-linear-attention      and a GPU
 
-`replay.chunked` carries a state from one chunk of text to the next in some dozen small operations
+`replay.delta_rule` carries a state from one chunk of text to the next in some dozen small operations
 each; these kernels do all of a stretch in six. Replay needs what their public function keeps to
 itself, what each token wrote and the states between chunks, so it is the function's parts that are
 called, in full float32. Parts change with versions: they are asked once for tokens that ours is
@@ -23,8 +23,10 @@ PLACES = ("cuda",)  # where they run
 CLOSE = 1e-5  # how far from ours they may be, beside the largest number
 
 
-def stretch(q, k, v, g, beta, state: Tensor, marks, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`replay.chunked`, in chunks of `size` that every mark is the end of."""
+def stretch(
+    q, k, v, g, beta, state: Tensor, checkpoint_tokens, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`replay.delta_rule`, in chunks of `size` that every mark is the end of."""
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # not TF32
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.common.chunk_o import chunk_fwd_o
@@ -46,16 +48,16 @@ def stretch(q, k, v, g, beta, state: Tensor, marks, size: int) -> tuple[Tensor, 
     )
     o = chunk_fwd_o(q=q, k=k, v=u, h=before, g=total, scale=1.0, chunk_size=size)
     after = torch.cat([before[:, 1:], last[:, None]], 1)  # each chunk
-    return o, u, after[:, [*((mark + 1) // size - 1 for mark in marks), -1]]
+    return o, u, after[:, [*((mark + 1) // size - 1 for mark in checkpoint_tokens), -1]]
 
 
-def serve(v: Tensor, heads: int, width: int, marks, size: int, ours) -> bool:
+def serve(v: Tensor, heads: int, width: int, checkpoint_tokens, size: int, ours) -> bool:
     """Whether they can do a stretch of values v (B,N,H,D_v) with so many key heads of this width;
     without a gradient, which they do not give."""
     able = v.device.type in PLACES and not v.requires_grad
     return (
         able
-        and all((mark + 1) % size == 0 for mark in marks)
+        and all((mark + 1) % size == 0 for mark in checkpoint_tokens)
         and (agree(v.device, heads, v.shape[2], width, v.shape[3], size, ours))
     )
 

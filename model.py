@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import replay
 from hf.config import ModelConfig
-from tree import View, at, block_ends, block_mask, causal_view, fetch, highest
+from tree import View, block_ends, block_mask, causal_view, gather_history, gather_slots, highest
 
 GATHERED = 2**15  # keys that are gathered at once
 
@@ -61,12 +61,14 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
 
 def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, most: int) -> Tensor:
     """Attention q (B,N,H,D) to the at most `most` slots of kv (B,T,2,H_kv,D) that mask (B,1,N,T)
-    marks for each token: reads those alone, however long the text, so many tokens at a time."""
+    checkpoint_tokens for each token: reads those alone, however long the text, so many tokens at a time."""
     if q.shape[1] > (rows := max(1, GATHERED // (len(q) * most))):
         parts = zip(q.split(rows, 1), mask.split(rows, 2))
         return torch.cat([gathered_attention(q, kv, mask, most) for q, mask in parts], 1)
     marked, slots = mask[:, 0].to(torch.uint8).topk(most, -1)  # (B, N, S)
-    k, v = at(kv, slots.flatten(1)).unflatten(1, slots.shape[1:]).unbind(3)  # (B, N, S, H_kv, D)
+    k, v = (
+        gather_slots(kv, slots.flatten(1)).unflatten(1, slots.shape[1:]).unbind(3)
+    )  # (B, N, S, H_kv, D)
     scores = torch.einsum("bnkgd,bnskd->bnkgs", q.unflatten(2, (k.shape[3], -1)).float(), k.float())
     scores = (scores * q.shape[-1] ** -0.5).masked_fill(marked[:, :, None, None] == 0, -1e30)
     out = torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v.float())
@@ -80,7 +82,7 @@ def short_conv(x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilat
     kernel, total = weight.shape[-1], 0
     for tap in range(kernel):
         index = view.ancestor((kernel - 1 - tap) * dilation)
-        there = fetch(past, x, index, view.num_trunk_slots, base)
+        there = gather_history(past, x, index, view.num_trunk_slots, base)
         total = total + there.float() * weight[:, 0, tap].float()
     return F.silu(total).to(x.dtype)
 
@@ -148,7 +150,7 @@ class Attention(nn.Module):
             return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
         k, v = kv.unbind(2)
         if mask is not None and N > 1 and q.is_cuda:  # no fused kernel takes a mask and groups
-            k, v = (replay.shared_heads(t, q.shape[2]) for t in (k, v))
+            k, v = (replay.expand_heads(t, q.shape[2]) for t in (k, v))
         if N == 1:  # a key head's queries stand for tokens: several times sooner on a CPU
             q = q.view(B, k.shape[2], -1, self.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
@@ -188,7 +190,10 @@ class Indexer(nn.Module):
         raw = F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
         older = past and past["raw"]
         last = (view.ancestor(depth) for depth in range(self.ratio))
-        mean = sum(fetch(older, raw, i, view.num_trunk_slots).float() for i in last) / self.ratio
+        mean = (
+            sum(gather_history(older, raw, i, view.num_trunk_slots).float() for i in last)
+            / self.ratio
+        )
         start = rotary((view.positions - self.ratio + 1).clamp(min=0), *self.rope)
         block = self.k_layernorm(mean.to(raw.dtype))[:, :, None]
         return {"raw": raw, "block": rotate(block, start)[:, :, 0]}
@@ -225,7 +230,7 @@ class Indexer(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule (replay.py), behind a short convolution, with a
     gated norm. Remembers of each token the convolution's input and what the rule wrote; of a
-    stretch of text also the states at the view's marks and its end."""
+    stretch of text also the states at the view's checkpoint_tokens and its end."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -262,13 +267,15 @@ class GatedDeltaNet(nn.Module):
         g = -self.A_log.float().exp() * F.softplus(a)
         new = {"qkv": qkv, "k": k, "g": g}
         if view.groups is not None:
-            o, new["u"] = replay.on_tree(q, k, v, g, beta, past, view)
+            o, new["u"] = replay.delta_rule_on_tree(q, k, v, g, beta, past, view)
         else:
             if view.valid is not None:  # padding leaves the state as it is
                 g, beta = g * view.valid[..., None], beta * view.valid[..., None]
             zero = v.new_zeros(B, v.shape[2], self.key_dim, self.value_dim)
             state = past["states"][:, -1] if past else zero
-            o, new["u"], new["states"] = replay.chunked(q, k, v, g, beta, state, view.marks)
+            o, new["u"], new["states"] = replay.delta_rule(
+                q, k, v, g, beta, state, view.checkpoint_tokens
+            )
         z = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim)).float()
         normed = F.rms_norm(o, (self.value_dim,), self.norm.weight.float(), self.eps)
         out = (normed * self.gate(z)).flatten(-2).to(x.dtype)
@@ -424,7 +431,7 @@ class NGramLayer(nn.Module):
         found = [tokens]
         for depth in range(1, self.size):
             index = view.ancestor(depth)
-            token = fetch(past and past["tokens"], tokens, index, view.num_trunk_slots)
+            token = gather_history(past and past["tokens"], tokens, index, view.num_trunk_slots)
             cut = (index < 0) | (found[-1] == self.stop if depth > 1 else False)
             found.append(torch.where(cut, self.stop, token))
         return torch.stack(found, -1)

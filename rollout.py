@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter import Drafter
 from serve import generate
 from target import Target, Trunk
-from tree import at, with_room
+from tree import gather_slots, with_room
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Recorder:
         rows = torch.tensor(alive, device=drafts.device)
         slots = anchors + torch.arange(W + 1, device=anchors.device)
         # rejected ones are overwritten by the next round
-        self.taps[rows[:, None], slots] = at(scored.taps, path.clamp(min=0))
+        self.taps[rows[:, None], slots] = gather_slots(scored.taps, path.clamp(min=0))
         hidden = scored.hidden[:, 0, 0, :W]  # (B', W, C)
         parts = {"anchors": anchors[:, 0], "tokens": drafts, "hidden": hidden}
         whole = {

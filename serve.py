@@ -32,7 +32,7 @@ from tqdm import tqdm
 from drafter import Drafter, Sampling, draw
 from support import data, files
 from target import Target
-from tree import at, build_tree
+from tree import build_tree, gather_slots
 
 
 @dataclass
@@ -134,7 +134,7 @@ def generate(
     for name, value in (numbers | {"num_branches": num_branches}).items():
         if value < 1:
             raise ValueError(f"{name} is {value}, at least 1 is needed")
-    if choose and not (drafter and drafter.says_confidence and num_branches == 1):
+    if choose and not (drafter and drafter.has_confidence and num_branches == 1):
         raise ValueError("choosing by confidence needs a drafter with a confidence head, one chain")
     if draft_length < 0:
         raise ValueError(f"draft_length is {draft_length}: 0 is all, else at least 1")
@@ -214,7 +214,7 @@ def _generate_batch(
     trunk = target.prefill(tokens, lengths, max_new + (K + 1) * (W + 1), taps, checkpoint_every=0)
     room = max_new + 3 * (W + 1)
     memory = drafter.remember(trunk, room, bounded=True) if drafter else None
-    last = at(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
+    last = gather_slots(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
     empty = lengths.new_zeros(len(prompts), 0)
     first_noise = None if noise is None else noise[:, 0, -1:]
     _, anchor = verify(target.head(last), empty, None, sampling, first_noise)
@@ -242,7 +242,7 @@ def _generate_batch(
             proposal = drafter.propose(
                 trunk, at_anchor, K, draft, u_draft, memory, sampling.temperature > 0, int(K > 1)
             )
-            drafts, q = proposal.tokens[..., :most], proposal.drawn_from
+            drafts, q = proposal.tokens[..., :most], proposal.q_probs
             if choose:  # each row's own, the others -1; no more columns than the longest needs
                 sure = drafter.confidence(proposal.hidden, proposal.before)[:, 0, 0]  # (B, W)
                 keep = choose(sure).clamp(max=most)[:, None, None, None]
@@ -269,7 +269,7 @@ def _generate_batch(
             watch.round(alive, at_anchor, drafts, scored, path)
         trunk = target.commit(trunk, tree, scored, path)
         if drafter:
-            taps = at(scored.taps, path.clamp(min=0))
+            taps = gather_slots(scored.taps, path.clamp(min=0))
             memory = drafter.extend(memory, taps, at_anchor[:, 0])
         # the round's one synchronisation with the host, but for merging and tables kept there
         nodes = tree.valid.sum(1, keepdim=True)
@@ -470,4 +470,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(main))
+    sys.exit(files.run_command(main))

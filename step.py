@@ -27,7 +27,7 @@ from rollout import Blocks, collect, until_stop
 from support import distributed
 from support.prepare import Trunks, batch_rows
 from target import Trunk
-from tree import at, build_tree, draw_anchors
+from tree import build_tree, draw_anchors, gather_slots
 
 
 def heat(config) -> float:
@@ -89,7 +89,7 @@ def draw(
         tokens, valid = text, labelled if config.mode == "ce" else inside
         p_hidden = None
         if needs_p(config, drafter):  # p_k from a+k-1
-            p_hidden = at(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
+            p_hidden = gather_slots(trunk.hidden, (ahead - 1).flatten(1)).view(B, A, 1, W, -1)
     return Blocks(
         trunk.lean(),
         anchors,
@@ -106,7 +106,7 @@ def draw(
 
 def terms_of(config, drafter: Drafter) -> tuple[dict, dict]:
     """What is minimised, by its weight: on the blocks, and on the text behind their anchors."""
-    sure = {"confidence": config.confidence_weight if drafter.says_confidence else 0.0}
+    sure = {"confidence": config.confidence_weight if drafter.has_confidence else 0.0}
     if config.mode != "ce":
         return {config.loss: 1.0} | sure, {"ce": config.ce_weight}
     mix = losses.DSPARK_MIX if drafter.config.kind == "dspark" else {"ce": 1.0}
@@ -133,7 +133,7 @@ def divisors(config, drafter: Drafter, parts: list[Blocks]) -> tuple[dict, dict]
             ]
         )
 
-    sums = dict(zip(names, distributed.total(sum(own(part) for part in parts))))
+    sums = dict(zip(names, distributed.all_reduce_sum(sum(own(part) for part in parts))))
     return tuple({name: sums[which, name] for name in terms} for which, terms in enumerate(both))
 
 
@@ -221,9 +221,9 @@ class Step(nn.Module):
 
 def gradient(config, share: nn.Module, drafter: Drafter, parts, asked=lambda: False) -> dict:
     """Leave the whole batch's gradient in the drafter -> figures of all parts and processes, as
-    plain numbers. share: a `Step`, as `distributed.shared` gives it; asked(): whether this
+    plain numbers. share: a `Step`, as `distributed.data_parallel` gives it; asked(): whether this
     process was asked to end, for all to know."""
-    sums, size = {}, distributed.size()
+    sums, size = {}, distributed.num_processes()
     divisor = divisors(config, drafter, parts)  # from here on no process needs the target's layers
     for part in parts:
         silent = size > 1 and part is not parts[-1]  # gradients are sent once
@@ -235,7 +235,7 @@ def gradient(config, share: nn.Module, drafter: Drafter, parts, asked=lambda: Fa
             sums[name] = sums.get(name, 0.0) + torch.as_tensor(x, device=value.device).double()
     sums["asked"] = torch.tensor(float(asked()), device=value.device)
     flat = torch.cat([x.double().flatten() for x in sums.values()])
-    found = distributed.total(flat).split([x.numel() for x in sums.values()])
+    found = distributed.all_reduce_sum(flat).split([x.numel() for x in sums.values()])
     found = {name: part.view(x.shape).tolist() for (name, x), part in zip(sums.items(), found)}
     return readable(found)
 
@@ -275,7 +275,7 @@ def next_batch(config, drafter, trunks: Trunks, step, stop_ids, hard=None) -> li
     `draw_anchors`."""
     references, device = trunks.references, drafter.fc.weight.device
     rows = batch_rows(config.seed, step, references.lengths, config.batch_size, config.bucket)
-    rows = distributed.own(rows)
+    rows = distributed.own_rows(rows)
     shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
 
     def drawn(rows: Tensor) -> Blocks:

@@ -17,7 +17,7 @@ import torch
 
 from drafter import Drafter
 from support import files
-from support.measure import Measure, decoding_speed, gain, shown
+from support.measure import Measure, decoding_speed, format_gain, gain
 from support.prepare import Trunks, prepare, start_drafter
 from train import FREE, MODES, TEMPERATURES, TrainConfig, train
 
@@ -85,7 +85,7 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
     for name, entry in entries.items():
         line = f"{TITLES[name]:24s}"
         for t in TEMPERATURES:
-            over = shown(entry[f"over_start_t{t:g}"]) if name in MODES else ""
+            over = format_gain(entry[f"over_start_t{t:g}"]) if name in MODES else ""
             line += f"{entry[f'al_t{t:g}']:7.3f}  {over:24s}"
         print(line + (f"{entry['supervised'] / entry['seconds']:20.0f}" if name in totals else ""))
     for t in TEMPERATURES:
@@ -94,7 +94,7 @@ def report(config: TrainConfig, out: Path, rows, totals, speeds: dict, seconds: 
             print(f"{TITLES[name]:24s}" + " ".join(f"{s:6.3f}" for s in entry[f"survival_t{t:g}"]))
     own = entries.get("specopd")
     if own and "ce" in rows:
-        over = [f"T = {t:g} {shown(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
+        over = [f"T = {t:g} {format_gain(own[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
         print("\nSpecOPD over continued CE: " + ", ".join(over))
     if own:
         saved = 1 - own["nodes"] / max(own["unmerged"], 1)

@@ -33,8 +33,8 @@ from hf.tokenizer import load_tokenizer
 from loss import make_optimizers, set_rate, update
 from model import Decoder, init_weights
 from support import distributed
-from support.files import exit_code, read_json, write_json
-from tree import ProposalTree, at, build_tree, causal_view, place, with_room
+from support.files import read_json, run_command, write_json
+from tree import ProposalTree, build_tree, causal_view, gather_slots, with_room, write_slots
 
 WIDE = dict(
     vocab_size=264,
@@ -108,7 +108,7 @@ class Trunk:
                 for name, t in held.items()
             }
 
-        states = [cut(state, replay.by_position(state)) for state in self.states]
+        states = [cut(state, replay.positional_names(state)) for state in self.states]
         held = {name: getattr(self, name) for name in ("tokens", "lengths", "hidden", "taps")}
         own = cut(held, ("tokens", "hidden", "taps"))
         return replace(self, states=states, width=width or self.width, **own)
@@ -192,9 +192,11 @@ class Target(nn.Module):
         """Run a right-padded batch tokens (B,T), lengths (B,), `chunk` tokens at a time. `room`:
         slots to commit into without copying; `tap_ids`: the layers to tap, by default the target's
         own; `checkpoint_every`: tokens between recurrent states kept, so that a tree may hang
-        anywhere (replay.spacing); 0 keeps the last alone, which is all that serving needs."""
+        anywhere (replay.checkpoint_spacing); 0 keeps the last alone, which is all that serving needs."""
         if checkpoint_every is None:
-            checkpoint_every = replay.spacing(self.config, self.lm_head.weight.element_size())
+            checkpoint_every = replay.checkpoint_spacing(
+                self.config, self.lm_head.weight.element_size()
+            )
         B, T = tokens.shape
         longest = int(lengths.max())
         if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
@@ -211,11 +213,13 @@ class Target(nn.Module):
             numbers = torch.arange(n, device=tokens.device)
             valid = start + numbers < lengths[:, None]  # (B, n)
             every = checkpoint_every or T + 1
-            marks = tuple(range(every - 1 - start % every, n, every))
-            view = causal_view(B, n, tokens.device, start, valid, marks)
+            checkpoint_tokens = tuple(range(every - 1 - start % every, n, every))
+            view = causal_view(B, n, tokens.device, start, valid, checkpoint_tokens)
             hidden, taps, states = self.model(part, view, trunk.states, tap_ids)
             path = torch.where(valid, numbers, -1)
-            trunk = self._extended(trunk, None, None, None, states, path, start + n, marks)
+            trunk = self._extended(
+                trunk, None, None, None, states, path, start + n, checkpoint_tokens
+            )
             outputs.append((hidden, taps))
         hiddens, taps = zip(*outputs)
         hidden, taps = torch.cat(hiddens, 1), torch.cat(taps, 1) if tap_ids else None
@@ -236,9 +240,9 @@ class Target(nn.Module):
         with one_row(tree.tokens.numel(), self.lm_head.weight):
             node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
         slots = tree.slots.view(B, -1)
-        hidden = at(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
+        hidden = gather_slots(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
         if not tree.only_nodes:
-            on_trunk = at(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
+            on_trunk = gather_slots(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)
         return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
 
@@ -246,9 +250,9 @@ class Target(nn.Module):
     def _reaching(state: dict, T: int, width: int) -> dict:
         """What a layer remembers, T slots of it at least: T may count an anchor not run yet, and
         nodes must not be written into slots in use."""
-        by_position = replay.by_position(state)
+        positional_names = replay.positional_names(state)
         end = T if T < width else None
-        return state | {name: with_room(state[name], T)[:, :end] for name in by_position}
+        return state | {name: with_room(state[name], T)[:, :end] for name in positional_names}
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
         """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""
@@ -267,12 +271,14 @@ class Target(nn.Module):
             trunk, tree.tokens, scored.nodes, scored.taps, scored.states, path, width
         )
 
-    def _extended(self, trunk, tokens, hidden, taps, states, path, width, marks=None) -> Trunk:
+    def _extended(
+        self, trunk, tokens, hidden, taps, states, path, width, checkpoint_tokens=None
+    ) -> Trunk:
         """The trunk with the tokens (B,N) numbered by path (B,P; -1 behind the last) behind it."""
         numbers, before = path.clamp(min=0), trunk.lengths
         slots = before[:, None] + torch.arange(path.shape[1], device=path.device)
         room = max(trunk.tokens.shape[1], width)
-        keep = marks is None and 0 < trunk.every <= trunk.width - trunk.kept_at
+        keep = checkpoint_tokens is None and 0 < trunk.every <= trunk.width - trunk.kept_at
         first = not trunk.states
 
         def extended(cache: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -282,15 +288,17 @@ class Target(nn.Module):
                 return with_room(new, room)
             if cache.shape[1] < width:  # more than was reserved: double it
                 cache = with_room(cache, 2 * width)
-            place(cache, at(new, numbers), slots)
+            write_slots(cache, gather_slots(new, numbers), slots)
             return cache
 
         def remembered(past: dict | None, new: dict) -> dict:
             kept = {}
             if "u" in new:
-                kept = replay.ends(past, new, path, before, marks or (), keep)
+                kept = replay.extended_checkpoints(
+                    past, new, path, before, checkpoint_tokens or (), keep
+                )
                 if not trunk.every:
-                    kept |= replay.tail(past, new, path, before, self.tail)
+                    kept |= replay.last_tokens(past, new, path, before, self.tail)
             rest = [name for name in new if name not in kept]
             return kept | {name: extended(past and past[name], new[name]) for name in rest}
 
@@ -486,4 +494,4 @@ def describe(folder: str) -> None:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        sys.exit(exit_code(lambda: describe(sys.argv[1]) if len(sys.argv) > 1 else main()))
+        sys.exit(run_command(lambda: describe(sys.argv[1]) if len(sys.argv) > 1 else main()))

@@ -38,7 +38,7 @@ from step import Step, compile_parts, gradient, hardness, heat, next_batch
 from support import distributed, files, resume
 from support.files import flag
 from support.measure import Measure
-from support.prepare import Trunks, prepare, start_drafter, weights_of
+from support.prepare import Trunks, prepare, start_drafter, weights_checksum
 from target import TOYS
 
 MODES = ("ce", "e2e", "specopd", "rollout")
@@ -164,7 +164,7 @@ class TrainConfig:
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
 
     def __post_init__(self):
-        files.check_low(self)
+        files.check_ranges(self)
         if self.num_greedy >= self.num_branches and self.branch_temperature > 0:
             raise ValueError("--num-greedy leaves no branch to draw; use --branch-temperature 0")
         own = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
@@ -221,9 +221,9 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
     same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
     same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
-    same["the target"] = weights_of(target)
-    lead, unused = distributed.rank() == 0, drafter.says_confidence and not config.confidence_weight
-    share = distributed.shared(Step(config, drafter), unused)
+    same["the target"] = weights_checksum(target)
+    lead, unused = distributed.rank() == 0, drafter.has_confidence and not config.confidence_weight
+    share = distributed.data_parallel(Step(config, drafter), unused)
     if config.compile:
         compile_parts(drafter)
     hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
@@ -310,7 +310,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
             if (step + 1) % config.save_every == 0 or step + 1 == end or asked:
                 save(step + 1)
             if asked and step + 1 < end:
-                distributed.meet()  # one may still be measuring, and save after that
+                distributed.barrier()  # one may still be measuring, and save after that
                 raise files.Stopped(
                     f"asked to end: step {step + 1} of {config.steps} is saved in "
                     f"{out}, the same command goes on"
@@ -321,7 +321,7 @@ def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measur
         last = json.loads(lines[-1]) if lines else {}
         als = {key: value for key, value in last.items() if key.startswith("al_")}
         files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
-    distributed.meet()
+    distributed.barrier()
     if terminated.asked:  # during the last step: it is done, what may come after it is not wanted
         raise files.Stopped(f"asked to end: {out} is done")
     return totals
@@ -334,7 +334,7 @@ def main():
 
         return plan(config)
     config = replace(config, device=distributed.start(config.device))
-    if config.batch_size % ((size := distributed.size()) * config.grad_accum):
+    if config.batch_size % ((size := distributed.num_processes()) * config.grad_accum):
         raise ValueError(
             f"--batch-size {config.batch_size} is no multiple of the {size} processes "
             f"times --grad-accum {config.grad_accum}"
@@ -345,7 +345,7 @@ def main():
     if config.mode == "story":
         from story import story  # which builds on this file
 
-        if distributed.size() > 1:
+        if distributed.num_processes() > 1:
             raise ValueError("several processes go with one --mode, not with the story")
         return story(config, out)
     if config.shard_target:  # nobody may go ahead: a layer runs on all processes or on none
@@ -353,7 +353,7 @@ def main():
             raise ValueError("--shard-target goes with --target FOLDER and --references FILE")
         made = prepare(config, out)
     else:
-        made = distributed.in_turn(lambda: prepare(config, out))
+        made = distributed.main_process_first(lambda: prepare(config, out))
     target, tokenizer, measure, references = made
     drafter = start_drafter(config, target, tokenizer)
     if not config.drafter and config.mode != "ce":
@@ -381,4 +381,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(main))
+    sys.exit(files.run_command(main))

@@ -45,7 +45,9 @@ class View:
     roots: Tensor | None = None  # (B, P) trunk position, -1 for the start
     groups: Tensor | None = None  # (B, P, m) node numbers, -1 behind the last
     max_depth: int = 0  # nodes on the longest chain of a tree
-    marks: tuple[int, ...] = ()  # linear: the tokens after which recurrent state is to be kept
+    checkpoint_tokens: tuple[
+        int, ...
+    ] = ()  # linear: the tokens after which recurrent state is to be kept
     _above: list[Tensor] = field(default_factory=list)
 
     def ancestor(self, depth: int) -> Tensor:
@@ -71,27 +73,27 @@ class View:
         return self.mask
 
 
-def at(values: Tensor, index: Tensor) -> Tensor:
+def gather_slots(values: Tensor, index: Tensor) -> Tensor:
     """values (B,T,...) at index (B,P) -> (B,P,...)."""
     return values[torch.arange(len(values), device=values.device)[:, None], index]
 
 
-def place(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+def write_slots(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     """Write new (B,P,...) into cache (B,S,...) at slots (B,P), in place."""
     rows = torch.arange(len(cache), device=cache.device)[:, None]
     cache[rows, slots] = new.to(cache.dtype)
 
 
-def fetch(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -> Tensor:
+def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -> Tensor:
     """The entries (B,P,...) at packed index (B,P), zero where it is below 0: from T on the new ones
     (B,N,...), before T the past's (B,S,...), whose slot 0 is position `base`."""
 
     def spread(condition: Tensor) -> Tensor:
         return condition.view(*condition.shape, *(1,) * (new.dim() - 2))
 
-    found = at(new, (index - T).clamp(0, new.shape[1] - 1))
+    found = gather_slots(new, (index - T).clamp(0, new.shape[1] - 1))
     if past is not None:
-        older = at(past, (index - base).clamp(0, past.shape[1] - 1)).to(new.dtype)
+        older = gather_slots(past, (index - base).clamp(0, past.shape[1] - 1)).to(new.dtype)
         found = torch.where(spread(index >= T), found, older)
     return torch.where(spread(index >= 0), found, 0)
 
@@ -110,12 +112,12 @@ def causal_mask(T: int, N: int, device=None) -> Tensor:
     return ones.tril(T)[None, None]
 
 
-def causal_view(B: int, N: int, device=None, T: int = 0, valid=None, marks=()) -> View:
+def causal_view(B: int, N: int, device=None, T: int = 0, valid=None, checkpoint_tokens=()) -> View:
     """The view of a prefill, or of its next chunk behind T tokens: each token comes after the one
     before it."""
     positions = torch.arange(T, T + N, device=device).expand(B, N)
     mask = causal_mask(T, N, device) if T else None
-    return View(positions, positions - 1, T, mask, valid, marks=marks)
+    return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from drafter import Drafter
 from story import trained
 from support import files
 from support.files import flag
-from support.measure import Acceptance, gain, middle, shown
+from support.measure import Acceptance, central_95, format_gain, gain
 from support.prepare import Trunks, prepare
 from train import TEMPERATURES, TrainConfig
 
@@ -304,7 +304,7 @@ class Arm:
         return each.gather(0, picks).mean(0)
 
     def interval(self, other: "Arm") -> tuple[float, float]:
-        return middle(self.draws() - other.draws())
+        return central_95(self.draws() - other.draws())
 
     def over(self, other: "Arm") -> dict:
         """The gain over another arm, on the seeds that both have."""
@@ -371,7 +371,10 @@ def table(name: str, found: dict) -> tuple[list[str], dict]:
                     for other, of in found.items()
                     if other != arm and one.found.keys() & of["last"][t].found.keys()
                 }
-            cells += [f"{one.mean:.3f}", shown(row[t]["over"]["start"]) if "over" in row[t] else ""]
+            cells += [
+                f"{one.mean:.3f}",
+                format_gain(row[t]["over"]["start"]) if "over" in row[t] else "",
+            ]
         for t, one in ats["best"].items():
             row[t] |= {"best_al": one.mean, "best_survival": one.survival}
             cells.append(f"{one.mean:.3f}")

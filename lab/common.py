@@ -83,7 +83,7 @@ class BenchConfig:
     dtype: str = flag("", "empty: what the target's config names", choices=files.DTYPES)
 
     def __post_init__(self):
-        files.check_low(self)
+        files.check_ranges(self)
 
 
 def wait() -> None:
@@ -220,4 +220,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(main))
+    sys.exit(files.run_command(main))

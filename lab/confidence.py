@@ -225,7 +225,7 @@ def main():
     kind = files.dtype_of(config)
     target = Target.from_pretrained(config.target, config.device, kind)
     drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
-    if not drafter.says_confidence:
+    if not drafter.has_confidence:
         raise ValueError(f"{config.drafter} has no confidence head (DSpark drafters have one)")
     tokenizer = data.load_tokenizer(config.target)
     held = data.load_corpus().held_out
@@ -285,4 +285,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(main))
+    sys.exit(files.run_command(main))

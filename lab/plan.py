@@ -99,7 +99,7 @@ def numbers(module, table: bool = False) -> int:
 def trunk_bytes(config: ModelConfig, T: int, taps: int, size: int, every=None) -> dict[str, int]:
     """What a trunk of T tokens holds; `size` bytes a number of the target's dtype, `every` tokens
     between recurrent states."""
-    c, every = config, every or replay.spacing(config, size)
+    c, every = config, every or replay.checkpoint_spacing(config, size)
     linear = sum(c.is_linear(i) for i in range(c.num_hidden_layers))
     attention = c.num_hidden_layers - linear
     sparse = 2 * c.indexer_head_dim if c.streams else 0

@@ -29,7 +29,7 @@ from serve import generate
 from support import data, distributed, files
 from support.data import References
 from support.files import flag
-from support.prepare import provenance, weights_of
+from support.prepare import provenance, weights_checksum
 from target import Target
 
 
@@ -53,7 +53,7 @@ class ReferencesConfig:
     timeout: float = flag(600.0, "api: seconds to wait for an answer", low=1)
 
     def __post_init__(self):
-        files.check_low(self)
+        files.check_ranges(self)
         if not self.target:
             raise ValueError("--target FOLDER is needed: its tokenizer cuts the prompts")
 
@@ -178,7 +178,7 @@ def writer(config: ReferencesConfig, tokenizer):
         )
         return [result.tokens for result in results]
 
-    return write, {"target": weights_of(target)}
+    return write, {"target": weights_checksum(target)}
 
 
 def make(config: ReferencesConfig, place: str) -> dict:
@@ -195,19 +195,19 @@ def make(config: ReferencesConfig, place: str) -> dict:
     parts_of = made_with | {"temperature": config.temperature, "part": config.part, "by": "length"}
     if lead:
         files.stage(out / "parts", parts_of, lambda: {})
-    distributed.meet()
+    distributed.barrier()
     # of a part all prompts are about as long, so little of it is padding
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     parts = [order[start : start + config.part] for start in range(0, len(order), config.part)]
     paths = [out / "parts" / f"{number:06d}.json" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
-    distributed.meet()  # all have looked before anyone writes
-    mine = missing[distributed.rank() :: distributed.size()]
+    distributed.barrier()  # all have looked before anyone writes
+    mine = missing[distributed.rank() :: distributed.num_processes()]
     for number in tqdm(mine, desc="references", unit="part", disable=not lead):
         places = parts[number]
         responses = write([prompts[i] for i in places], places)
         files.write_json(paths[number], {"responses": responses})
-    distributed.meet()
+    distributed.barrier()
     if not lead:
         return {}
     responses = [one for path in paths for one in files.read_json(path).get("responses", [])]
@@ -237,4 +237,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(files.exit_code(main))
+    sys.exit(files.run_command(main))

@@ -18,7 +18,7 @@ from lab import claims
 from lab.claims import STUDIES, ClaimsConfig
 from support import files
 from support.files import flag
-from support.measure import shown
+from support.measure import format_gain
 
 COLOURS = {
     "ce": "tab:gray",
@@ -189,7 +189,7 @@ def of_claims(config: ReportConfig, out: Path, plot) -> list[str]:
         own = figures.get("specopd")
         for other in ("ce", "e2e", "rollout") if own else ():
             gains = [
-                f"T = {t[1:]} {shown(own[t]['over'][other])}"
+                f"T = {t[1:]} {format_gain(own[t]['over'][other])}"
                 for t in own
                 if other in own[t]["over"]
             ]

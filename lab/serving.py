@@ -16,9 +16,9 @@ from support.measure import (
     by_task,
     decoding_speed,
     evaluate,
+    format_gain,
     gain,
     read_tasks,
-    shown,
 )
 from target import Target, one_row
 
@@ -214,7 +214,7 @@ def bench_al(config: BenchConfig) -> dict:
             over = gain(one, first) if first else None
             first = first or one
             line = "".join(f"{al:14.3f}" for al in row.values())
-            line += f"  {shown(over)}" if over else ""
+            line += f"  {format_gain(over)}" if over else ""
             print(f"{'/'.join(Path(folder).parts[-2:])[-23:]:24s}{line}")
             survival = {task: one.survival for task, one in found.items()}
             figures.setdefault(folder, {})[f"t{temperature:g}"] = {

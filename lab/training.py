@@ -147,7 +147,7 @@ def bench_replay(config: BenchConfig) -> dict:
     anchors, generator = _anchors(config, T, A)
     branches = torch.randint(0, target.num_tokens, (1, A, 1, W), generator=generator)
     tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
-    chosen = replay.spacing(target.config, target.lm_head.weight.element_size())
+    chosen = replay.checkpoint_spacing(target.config, target.lm_head.weight.element_size())
     print(
         f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
         f"milliseconds, all linear layers\nspacing | states MB  tokens MB |  replay  scoring  "
@@ -157,10 +157,10 @@ def bench_replay(config: BenchConfig) -> dict:
     for every in sorted({1, 8, 16, chosen, 256, 1024, T + 1}):
         trunk = target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every)
         linear = [state for state in trunk.states if "u" in state]
-        found = replay.replayed(linear[0], anchors)
+        found = replay.replay_states(linear[0], anchors)
         exact = found if exact is None else exact  # spacing 1: the state itself is kept
         runs = {
-            "replay": lambda: [replay.replayed(state, anchors) for state in linear],  # noqa: B023
+            "replay": lambda: [replay.replay_states(state, anchors) for state in linear],  # noqa: B023
             "scoring": lambda: target.score(trunk, tree),  # noqa: B023
             "prefill": lambda: target.prefill(tokens, lengths, tap_ids=(), checkpoint_every=every),  # noqa: B023
         }
@@ -351,7 +351,7 @@ def bench_activity(config: BenchConfig) -> dict:
 def bench_scale(config: BenchConfig) -> dict | None:
     """Whole SpecOPD steps of one batch by one process, the others idle, and by all of them; what
     their messages and gradients cost, waiting for the slowest included."""
-    size, lead = distributed.size(), distributed.rank() == 0
+    size, lead = distributed.num_processes(), distributed.rank() == 0
     if size == 1:
         raise ValueError("scale compares processes: torchrun --nproc_per_node=2 bench.py scale ...")
     flows = workflows(config, "scale")
@@ -363,7 +363,7 @@ def bench_scale(config: BenchConfig) -> dict | None:
         num_branches=config.num_branches,
     )
     whole = training.Step(way, flows.drafter)
-    share = distributed.shared(whole)
+    share = distributed.data_parallel(whole)
 
     def step(module, number: int) -> tuple[float, int]:
         begin = time.perf_counter()
@@ -379,7 +379,7 @@ def bench_scale(config: BenchConfig) -> dict | None:
         vars(distributed).update(names)
         seconds = step(whole, number)[0] if lead else 0.0
         vars(distributed).update(saved)
-        distributed.meet()
+        distributed.barrier()
         return seconds
 
     def silent(number: int) -> float:

@@ -62,7 +62,7 @@ def start(place: str) -> str:
 
 def stop() -> None:
     if dist.is_initialized():
-        meet()  # nobody leaves while another may need it
+        barrier()  # nobody leaves while another may need it
         _paces.clear()
         dist.destroy_process_group()
 
@@ -71,13 +71,13 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def size() -> int:
+def num_processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def total(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum of x over all processes, without a gradient."""
-    if size() == 1:
+    if num_processes() == 1:
         return x
     for pace in _paces:
         pace.wait()
@@ -86,17 +86,17 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all processes, running a sharded module along with those that still want it; before
     messages that are none of ours (DistributedDataParallel's)."""
-    if size() > 1:
-        total(torch.zeros(1, device=device()))
+    if num_processes() > 1:
+        all_reduce_sum(torch.zeros(1, device=device()))
 
 
-def in_turn(make):
+def main_process_first(make):
     """make() on the first process, and then, when what it makes is there, on the others."""
     made = None if rank() else make()
-    meet()
+    barrier()
     return make() if rank() else made
 
 
@@ -147,9 +147,9 @@ def shard(model: nn.Module, place) -> None:
     from torch.distributed.fsdp import fully_shard
 
     assert not _paces, "waiting processes could not tell two sharded modules apart"
-    if size() == 1:
+    if num_processes() == 1:
         raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
-    mesh = init_device_mesh(device().split(":")[0], (size(),))
+    mesh = init_device_mesh(device().split(":")[0], (num_processes(),))
     inside = {
         p
         for layer in model.layers
@@ -170,17 +170,17 @@ def shard(model: nn.Module, place) -> None:
     _paces.append(Pace(model, idle))
 
 
-def own(rows: Tensor) -> Tensor:
+def own_rows(rows: Tensor) -> Tensor:
     """This process's part of a batch (n,)."""
-    return rows[rank() :: size()]
+    return rows[rank() :: num_processes()]
 
 
-def shared(module: nn.Module, unused: bool = False) -> nn.Module:
+def data_parallel(module: nn.Module, unused: bool = False) -> nn.Module:
     """A module whose parameters' gradients are averaged over the processes in backward(). unused:
     not all of them get one."""
-    if size() == 1:
+    if num_processes() == 1:
         return module
-    meet()
+    barrier()
     devices = [next(module.parameters()).device]
     return DistributedDataParallel(
         module, devices if devices[0].type == "cuda" else None, find_unused_parameters=unused

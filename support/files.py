@@ -2,7 +2,7 @@
 
 Files are written under a temporary name and renamed; tensors go through safetensors. Command-line
 flags derive from a frozen dataclass, so that a default stands once. Whatever a user can get wrong
-is a ValueError or an OSError that says what was given and what is accepted, and `exit_code` turns
+is a ValueError or an OSError that says what was given and what is accepted, and `run_command` turns
 it into one line and code 2.
 
     pytest tests/test_data.py
@@ -112,7 +112,7 @@ def flag(default, text: str, **metadata):
     return dataclasses.field(default=default, metadata={"help": text} | metadata)
 
 
-def check_low(config) -> None:
+def check_ranges(config) -> None:
     for field in dataclasses.fields(config):
         low, value = field.metadata.get("low"), getattr(config, field.name)
         for one in value if isinstance(value, (tuple, list)) else (value,):
@@ -179,7 +179,7 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
         check_values(found, config_class, config_path)
         values |= found
     config = config_class(**values | given)
-    check_low(config)
+    check_ranges(config)
     device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
@@ -191,7 +191,7 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
     return config
 
 
-def exit_code(main) -> int:
+def run_command(main) -> int:
     """Run main(); anything a user can cause ends in one line and exit code 2."""
     try:
         main()

@@ -65,10 +65,10 @@ class Acceptance:
     def interval(self, other: "Acceptance | None" = None) -> tuple[float, float]:
         """95 % bootstrap interval over prompts: of the AL, or of its paired difference to
         another's."""
-        return middle(self.resampled() - (other.resampled() if other else 0))
+        return central_95(self.resampled() - (other.resampled() if other else 0))
 
 
-def middle(values: Tensor) -> tuple[float, float]:
+def central_95(values: Tensor) -> tuple[float, float]:
     """What 95 % of values (n,) lie between."""
     return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
 
@@ -95,7 +95,7 @@ def gain(one, other) -> dict:
     return {"percent": 100 * (one.mean / other.mean - 1), "interval": one.interval(other)}
 
 
-def shown(gain: dict) -> str:
+def format_gain(gain: dict) -> str:
     return f"{gain['percent']:+5.1f} % [{gain['interval'][0]:+.2f}, {gain['interval'][1]:+.2f}]"
 
 

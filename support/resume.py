@@ -53,11 +53,11 @@ def load(folder: Path) -> dict | None:
 def agree(saved: dict | None, texts: Tensor) -> None:
     """All processes go on from one step, or all start, on the same texts; damaged checkpoints step
     aside, so that they do not push out good ones."""
-    start, size = saved["step"] if saved else -1, distributed.size()
+    start, size = saved["step"] if saved else -1, distributed.num_processes()
     # below 2^24, so that sums of squares are exact
     known = zlib.crc32(texts.contiguous().numpy()) % 2**24 if size > 1 else 0
     mine = torch.tensor([start, start**2, known, known**2], device=distributed.device())
-    sums = distributed.total(mine).tolist()
+    sums = distributed.all_reduce_sum(mine).tolist()
     if sums[:2] != [size * start, size * start**2]:
         raise ValueError(
             f"this process goes on from step {start} (-1: it found none), others do "

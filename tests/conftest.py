@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from drafter import Drafter  # noqa: E402
 from hf.tokenizer import write_byte_tokenizer  # noqa: E402
-from replay import PER_TOKEN, by_position  # noqa: E402
+from replay import PER_TOKEN, positional_names  # noqa: E402
 from target import Target  # noqa: E402
 
 SMALL = dict(
@@ -86,7 +86,7 @@ def state_gap(trunk, row: int, alone) -> float:
     pairs += [(trunk.taps[row, :length], alone.taps[0, :length])]
     for kept, wanted in zip(trunk.states, alone.states):
         assert kept.keys() == wanted.keys()
-        for name in by_position(kept):
+        for name in positional_names(kept):
             pairs.append((kept[name][row, :length], wanted[name][0, :length]))
         if "states" in kept:
             pairs.append((kept["states"][row, -1], wanted["states"][0, -1]))

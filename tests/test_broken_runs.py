@@ -33,7 +33,7 @@ FLAGS = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-referen
 def ends(monkeypatch, *more) -> int:
     monkeypatch.setattr(sys, "argv", ["train.py", *FLAGS, *more])
     try:
-        return files.exit_code(training.main)
+        return files.run_command(training.main)
     except SystemExit as stop:
         return stop.code
 
@@ -293,7 +293,7 @@ def test_memory_that_does_not_suffice_is_a_line(error, capsys):
     def main():
         raise error
 
-    assert files.exit_code(main) == 2
+    assert files.run_command(main) == 2
     said = capsys.readouterr().err
     assert "out of memory, take fewer at once" in said and len(said.splitlines()) == 1
 
@@ -333,7 +333,7 @@ def test_a_port_in_use_is_said(folders, tmp_path):
 ALONE = """
 import datetime, sys, distributed, files
 distributed.JOINING = datetime.timedelta(seconds=2)
-sys.exit(files.exit_code(lambda: distributed.start("cpu")))
+sys.exit(files.run_command(lambda: distributed.start("cpu")))
 """
 
 

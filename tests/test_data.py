@@ -176,7 +176,7 @@ def test_flags_come_from_the_dataclass_and_mistakes_get_a_suggestion(tmp_path, c
         with pytest.raises(ValueError, match=word):
             files.parse_flags(Flags, "", ["--config", str(path)])
     with pytest.raises(ValueError, match="--num-steps 0: at least 1"):
-        files.check_low(Flags(num_steps=0))
+        files.check_ranges(Flags(num_steps=0))
 
 
 def test_separators_of_lines_inside_a_string_do_not_cut_it(tmp_path):

@@ -42,11 +42,11 @@ def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
         batch_size=4,
         response_length=16,
         ce_weight=0.1,
-        grad_accum=2 if distributed.size() == 2 else 1,
+        grad_accum=2 if distributed.num_processes() == 2 else 1,
     )
     if distributed.rank() == 0:  # only one measures; the others must not be in its way
         Measure([[1, 2, 3]], 8, STOP, 0)(target, drafter, 1.0)
-    share = distributed.shared(Step(config, drafter))
+    share = distributed.data_parallel(Step(config, drafter))
     parts = next_batch(config, drafter, Trunks(target, references, 0.0), 1, STOP)
     assert len(parts) == config.grad_accum
     figures = gradient(config, share, drafter, parts)
@@ -92,7 +92,7 @@ def sharded_worker(number: int, size: int, port: int, folder: str, out: str) -> 
         with torch.no_grad():
             found[arch] = {"logits": target(TEXT), "held": torch.tensor(sum(parts))}
         found |= {f"{arch} {mode}": gradients(arch, mode, "dflash", target) for mode in MODES}
-        distributed.meet()
+        distributed.barrier()
         distributed._paces.clear()
     if number == 0:
         torch.save(found, out)

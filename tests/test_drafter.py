@@ -193,7 +193,7 @@ def test_q_is_what_is_drawn_from_and_never_holds_mask_or_rows_beyond_the_tokeniz
         assert q.shape == (3, 5, 4, 4, target.config.vocab_size) and q.requires_grad == (
             sampling.temperature > 0
         )
-        torch.testing.assert_close(q, proposal.drawn_from.expand_as(q), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(q, proposal.q_probs.expand_as(q), atol=1e-6, rtol=1e-5)
         assert (q[..., target.num_tokens :] == 0).all() and (
             q[..., drafter.config.mask_token_id] == 0
         ).all()

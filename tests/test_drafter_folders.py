@@ -45,7 +45,7 @@ def test_a_saved_folder_read_by_plain_loops_gives_the_same_q(pair, tmp_path):
                 )
                 ours = Sampling(temperature).probs(logits.expand(1, 4, 2, 4, -1)[0, i, k])
                 torch.testing.assert_close(ours.double(), q, atol=2e-5, rtol=2e-5)
-            if drafter.says_confidence:
+            if drafter.has_confidence:
                 ours = drafter.confidence(hidden[:, :, None], proposal.before)[0, i, k].sigmoid()
                 other = plain.dspark_confidence(config, tensors, slow, x_a, drafts)
                 torch.testing.assert_close(ours.double(), other, atol=2e-5, rtol=2e-5)

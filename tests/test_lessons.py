@@ -339,7 +339,7 @@ def test_bad_input_ends_in_one_clear_line_and_code_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *map(str, rest)])
     try:
-        code = files.exit_code(importlib.import_module(script.removesuffix(".py")).main)
+        code = files.run_command(importlib.import_module(script.removesuffix(".py")).main)
     except SystemExit as stop:  # what argparse does
         code = stop.code
     errors = capsys.readouterr().err

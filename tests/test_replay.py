@@ -1,11 +1,19 @@
-"""The gated delta rule: chunked = token by token, gradients too; the state of any position replayed
+"""The gated delta rule: delta_rule = token by token, gradients too; the state of any position replay_states
 from any checkpoint; a tree's nodes = each path alone. `pytest tests/test_replay.py`"""
 
 import pytest
 import torch
 
 import kernels
-from replay import advanced, chunk_by_chunk, chunked, l2_normed, on_tree, recurrent, replayed
+from replay import (
+    advance_state,
+    chunk_by_chunk,
+    delta_rule,
+    delta_rule_on_tree,
+    l2_normed,
+    recurrent,
+    replay_states,
+)
 from tree import build_tree
 
 H_K, H, D_K, D_V = 2, 4, 6, 5
@@ -30,9 +38,9 @@ def test_chunked_equals_token_by_token_with_gradients(length):
     leaves = [x.requires_grad_() for x in (*inputs(2, length), zero(2) + 0.3)]
     weights = torch.randn(2, length, H, D_V, dtype=torch.float64)
     grads, results = [], []
-    for rule in (recurrent, chunked):
+    for rule in (recurrent, delta_rule):
         o, u, state = rule(*leaves)
-        state = state[:, -1] if rule is chunked else state
+        state = state[:, -1] if rule is delta_rule else state
         results.append((o, u, state))
         grads.append(torch.autograd.grad((o * weights).sum() + state.square().sum(), leaves))
     for one, other in zip(results[0] + grads[0], results[1] + grads[1]):
@@ -42,7 +50,7 @@ def test_chunked_equals_token_by_token_with_gradients(length):
 def test_float32_keeps_its_digits_over_a_long_text():
     double = inputs(1, 2000)
     single = [x.float() for x in double]
-    exact, fast = recurrent(*double, zero(1))[0], chunked(*single, zero(1, torch.float32))[0]
+    exact, fast = recurrent(*double, zero(1))[0], delta_rule(*single, zero(1, torch.float32))[0]
     assert (exact - fast).abs().max() < 1e-5
 
 
@@ -50,18 +58,18 @@ def test_float32_keeps_its_digits_over_a_long_text():
 def test_the_state_of_any_position_is_replayed_from_any_checkpoint(every):
     N, B = 90, 2
     q, k, v, g, beta = inputs(B, N)
-    marks = tuple(range(every - 1, N, every))
-    _, u, states = chunked(q, k, v, g, beta, zero(B), marks)
-    after = torch.tensor([*marks, N - 1]).expand(B, -1)
+    checkpoint_tokens = tuple(range(every - 1, N, every))
+    _, u, states = delta_rule(q, k, v, g, beta, zero(B), checkpoint_tokens)
+    after = torch.tensor([*checkpoint_tokens, N - 1]).expand(B, -1)
     past = {"k": k, "u": u, "g": g, "states": states, "after": after}
     positions = torch.tensor([[-1, 0, 5, 6, 7, 63, 64, 88, 89], [89, 70, 13, 14, 1, 2, -1, 62, 65]])
-    found = replayed(past, positions)
+    found = replay_states(past, positions)
     for b, row in enumerate(positions.tolist()):
         for p, position in enumerate(row):
             part = [x[b : b + 1, : position + 1] for x in (q, k, v, g, beta)]
             slow = recurrent(*part, zero(1))[2][0]
             torch.testing.assert_close(found[b, p], slow, atol=1e-10, rtol=0)
-    late = replayed(past, (positions + 1).clamp(max=N - 1))
+    late = replay_states(past, (positions + 1).clamp(max=N - 1))
     assert (late - found).abs().max() > 1e-2  # one token late is another state
 
 
@@ -76,10 +84,10 @@ def test_nodes_of_a_tree_equal_each_path_alone(merge, seed):
     branches[0, 1, 0, 3:] = -1
     tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
     trunk, nodes = inputs(B, T, seed), inputs(B, tree.tokens.shape[1], seed + 100)
-    _, u, states = chunked(*trunk, zero(B), (6, 13, 20, 27))
+    _, u, states = delta_rule(*trunk, zero(B), (6, 13, 20, 27))
     after = torch.tensor([6, 13, 20, 27, 29]).expand(B, -1)
     past = {"k": trunk[1], "u": u, "g": trunk[3], "states": states, "after": after}
-    o, node_u = on_tree(*nodes, past, tree.view())
+    o, node_u = delta_rule_on_tree(*nodes, past, tree.view())
     checked = 0
     for b in range(B):
         for n in torch.nonzero(tree.valid[b]).flatten().tolist():
@@ -92,9 +100,9 @@ def test_nodes_of_a_tree_equal_each_path_alone(merge, seed):
             torch.testing.assert_close(o[b, n], slow_o[0, -1], atol=1e-9, rtol=0)
             torch.testing.assert_close(node_u[b, n], slow_u[0, -1], atol=1e-9, rtol=0)
             # and a commit of this path gets its state
-            root = replayed(past, torch.tensor([[end - 1]] * B))[b : b + 1, 0]
+            root = replay_states(past, torch.tensor([[end - 1]] * B))[b : b + 1, 0]
             picked = [x[b : b + 1, path] for x in (nodes[1], node_u, nodes[3])]
-            torch.testing.assert_close(advanced(root, *picked), slow_state, atol=1e-9, rtol=0)
+            torch.testing.assert_close(advance_state(root, *picked), slow_state, atol=1e-9, rtol=0)
             checked += 1
     assert checked > 15
 
@@ -120,22 +128,25 @@ def by_kernels(monkeypatch):
     kernels.agree.cache_clear()
 
 
-def one_by_one(q, k, v, g, beta, state, marks, size):
+def one_by_one(q, k, v, g, beta, state, checkpoint_tokens, size):
     """What a kernel must say, token by token."""
     o, u, _ = recurrent(q, k, v, g, beta, state)
-    upto = [[x[:, : end + 1] for x in (q, k, v, g, beta)] for end in (*marks, v.shape[1] - 1)]
+    upto = [
+        [x[:, : end + 1] for x in (q, k, v, g, beta)]
+        for end in (*checkpoint_tokens, v.shape[1] - 1)
+    ]
     return o, u, torch.stack([recurrent(*part, state)[2] for part in upto], 1)
 
 
 def test_kernels_that_say_what_ours_says_are_used(by_kernels, capsys):
     calls = by_kernels(one_by_one)
-    given, marks = (*inputs(2, 150), zero(2) + 0.3), (63, 127)
-    found = chunked(*given, marks)
+    given, checkpoint_tokens = (*inputs(2, 150), zero(2) + 0.3), (63, 127)
+    found = delta_rule(*given, checkpoint_tokens)
     assert calls == [135, 150] and "is used" in capsys.readouterr().out  # asked once, then used
-    for one, other in zip(found, chunk_by_chunk(*given, marks)):
+    for one, other in zip(found, chunk_by_chunk(*given, checkpoint_tokens)):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=0)
-    chunked(*given, (63, 100))  # a mark within a chunk
-    chunked(*[x.requires_grad_() for x in given], marks)
+    delta_rule(*given, (63, 100))  # a mark within a chunk
+    delta_rule(*[x.requires_grad_() for x in given], checkpoint_tokens)
     assert calls == [135, 150] and not capsys.readouterr().out
 
 
@@ -153,7 +164,7 @@ def test_kernels_that_differ_fail_or_are_not_there_are_left_alone(by_kernels, ca
     given = (*inputs(2, 70), zero(2))
     for said, words in ((off, "left alone: 3e-05 from ours"), (failing, "no such"), (absent, "")):
         calls = by_kernels(said)
-        found = [chunked(*given, (63,)) for _ in range(2)]
+        found = [delta_rule(*given, (63,)) for _ in range(2)]
         assert calls == [135] and words in capsys.readouterr().out
         for one, other in zip(found[1], chunk_by_chunk(*given, (63,))):
             assert torch.equal(one, other)
@@ -161,4 +172,4 @@ def test_kernels_that_differ_fail_or_are_not_there_are_left_alone(by_kernels, ca
 
 def test_kernels_are_not_asked_on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "stretch", None)
-    chunked(*inputs(1, 70), zero(1), (63,))
+    delta_rule(*inputs(1, 70), zero(1), (63,))

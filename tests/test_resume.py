@@ -63,7 +63,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 import pathlib, torch, files, resume
 state = {"step": 2, "weights": torch.zeros(100_000)}
-sys.exit(files.exit_code(lambda: resume.save(pathlib.Path(sys.argv[1]), state, keep=2)))
+sys.exit(files.run_command(lambda: resume.save(pathlib.Path(sys.argv[1]), state, keep=2)))
 """
 
 
@@ -176,7 +176,7 @@ def wait_for_a_step(process, log, more: int) -> None:
         time.sleep(0.02)
 
 
-def weights_of(folder):
+def weights_checksum(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["drafter"]
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(folders, tmp_p
     saved = resume.load(tmp_path / "parts/specopd")["step"]
     assert f"step {saved} of 60 is saved" in last and saved >= 5
     assert begin(folders, tmp_path, "parts", 0).wait(300) == 0
-    one, two = (weights_of(tmp_path / out / "specopd") for out in ("whole", "parts"))
+    one, two = (weights_checksum(tmp_path / out / "specopd") for out in ("whole", "parts"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
@@ -211,7 +211,7 @@ def test_kills_at_random_moments_lose_nothing(folders, tmp_path):
             torch.load(path, weights_only=True)
     last = begin(folders, tmp_path, "parts", 2)
     assert last.wait(600) == 0, last.stderr.read()
-    one, two = (weights_of(tmp_path / out / "specopd") for out in ("whole", "parts"))
+    one, two = (weights_checksum(tmp_path / out / "specopd") for out in ("whole", "parts"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     texts = [(tmp_path / out / "specopd/log.jsonl").read_text() for out in ("whole", "parts")]
     assert [json.loads(line) for line in texts[0].splitlines()] == [

@@ -49,8 +49,8 @@ class Scripted:
     def propose(self, trunk, anchors, num_branches, sampling, generator, memory, keep_probs, *_):
         texts = [trunk.tokens[b, : int(a) + 1].tolist() for b, a in enumerate(anchors[:, 0])]
         tokens, q = zip(*(self.rule(text) for text in texts))
-        drawn_from = torch.stack(q)[:, None, None] if keep_probs else None
-        return Proposal(torch.tensor(tokens)[:, None, None], None, None, sampling, self, drawn_from)
+        q_probs = torch.stack(q)[:, None, None] if keep_probs else None
+        return Proposal(torch.tensor(tokens)[:, None, None], None, None, sampling, self, q_probs)
 
 
 def oracle(target, sampling):
@@ -368,7 +368,7 @@ def test_dividing_an_argmax_draft_by_a_soft_q_is_noticed(monkeypatch, four_token
             self, trunk, anchors, num_branches, replace(sampling, temperature=0.0), *rest, **options
         )
         soft = sampling.probs(self.logits(drawn.hidden, drawn.before))
-        return replace(drawn, drawn_from=soft.detach())
+        return replace(drawn, q_probs=soft.detach())
 
     monkeypatch.setattr(Drafter, "propose", careless)
 

@@ -180,8 +180,12 @@ def test_recurrent_states_take_no_more_memory_than_what_is_kept_of_each_token():
     tokens_take = sum(state[name].nbytes for name in ("qkv", "k", "u", "g"))
     assert 0.5 < state["states"].nbytes / tokens_take < 1.15
     small = Target.toy("gdn")  # and stand at the ends of chunks
-    assert replay.spacing(wide.config, 4) % replay.CHUNK == 0
-    assert replay.spacing(wide.config, 4) > replay.spacing(small.config, 4) == replay.CHUNK
+    assert replay.checkpoint_spacing(wide.config, 4) % replay.CHUNK == 0
+    assert (
+        replay.checkpoint_spacing(wide.config, 4)
+        > replay.checkpoint_spacing(small.config, 4)
+        == replay.CHUNK
+    )
 
 
 @pytest.mark.parametrize("arch", ["gdn", "qsa"])

@@ -101,7 +101,7 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms, weight):
             hidden = proposal.hidden[b, a]  # (1, W, C)
             q_all.append(drafter.logits(hidden, before, labels)[0])
             base_all.append(drafter.unary(hidden)[0])
-            if drafter.says_confidence:
+            if drafter.has_confidence:
                 sure_all.append(drafter.confidence(hidden, before, mode != "ce")[0].sigmoid())
             valid_all.append(torch.arange(W) < len(ids))
             if mode == "ce":  # the target drew MASK or a row beyond the tokenizer: no label for q
@@ -110,7 +110,7 @@ def by_hand(mode, config, target, drafter, trunk, anchors, uniforms, weight):
     alpha = torch.minimum(p, q_logits.softmax(-1)).sum(-1)
     weights = valid * torch.exp(-torch.arange(W) / decay)
     extra = 0.0
-    if drafter.says_confidence:
+    if drafter.has_confidence:
         sure, right = torch.stack(sure_all), alpha.detach()
         bce = -(right * sure.log() + (1 - right) * (1 - sure).log())
         extra = (bce * weights).sum() / weights.sum()

@@ -104,8 +104,8 @@ def test_so_they_do_around_the_checkpoints_of_a_long_trunk(family, merge):
 
 
 def late_state(monkeypatch):
-    whole = replay.replayed
-    monkeypatch.setattr(replay, "replayed", lambda past, at: whole(past, at + 1))
+    whole = replay.replay_states
+    monkeypatch.setattr(replay, "replay_states", lambda past, at: whole(past, at + 1))
 
 
 def stale_tail(monkeypatch):
