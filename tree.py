@@ -1,23 +1,23 @@
-"""The proposal tree: who is whose past.
+"""The proposal tree: the history of every drafted token, written as tables.
 
-Many branches y_1..y_W, each proposed at an anchor a of a shared trunk x_0..x_{T-1}, are scored in
-one pass of the target. Everything a layer needs in order to give every branch exactly the numbers
-it would get alone, with its whole prefix x_{<=a}, y_1..y_k, is stated here as tables (method: a
-node sees the trunk up to where its history leaves it, and its own ancestors, itself included):
+Many branches y_1..y_W, each drafted at an anchor a of one trunk x_0..x_{T-1}, are scored in one
+pass of the target. Each node of the tree must get exactly the numbers that the target would give
+if the node's history x_{<=a}, y_1..y_k stood alone. So a node sees the trunk up to the position
+where its history leaves it, and its own ancestors, itself included; nothing else.
 
     packed index   trunk position t -> t, node n -> T + n, nothing -> -1
-    parents        (B, N)    packed index of the token before the node IN ITS HISTORY
-    positions      (B, N)    depth in the sequence, not index in the packed tensor
-    slots          (B,A,K,W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
+    parents        (B, N)          packed index of the token before the node IN ITS HISTORY
+    positions      (B, N)          depth in the sequence, not the index in the packed tensor
+    slots          (B, A, K, W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
 
-p_1 comes from the trunk's own hidden state at a, and y_W needs no node. With `merge` the branches
-form one trie over trunk and anchors (beyond the paper, same p): a branch lies on the trunk while it
-repeats it, equal histories share nodes, and a node exists only where some branch needs its p. A
-prefill is the tree in which each token's parent is the token before it; a chain is the tree with
-one branch.
+p_1 comes from the trunk's own hidden state at a, and y_W needs no node in training: at most W - 1
+nodes per branch. With `merge` (beyond the paper, the same p) the branches form one trie over the
+trunk and all anchors: a branch lies on the trunk while it repeats the trunk, and branches with
+equal histories share nodes. A prefill is the tree in which each token follows the one before it;
+a decoding round is the tree with one branch.
 
     python tree.py              ten trunk tokens, three branches, and all of these tables
-    pytest tests/test_tree.py   the packed = alone tests
+    pytest tests/test_tree.py
 """
 
 from dataclasses import dataclass, field
@@ -25,52 +25,70 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-GROUP = 64  # nodes that hang on one root and are solved for together, about
+MAX_GROUP = 64  # about so many nodes of one root are solved for together (replay.py)
+
+# ------------------------------------------------------------------ what a layer knows of the past
 
 
 @dataclass
 class View:
-    """What a layer may know about the past of the N tokens it is given; nothing else reaches it.
+    """The past of N tokens, as a layer may see it. Layers get nothing else.
 
-    A *linear* view (no groups) is a stretch of text: packed index = position, each token comes
-    after the one before it. Otherwise the tokens are a tree's nodes, and `groups` lists them by the
-    trunk position that their histories leave the trunk at.
+    Without groups the view is *linear*: a stretch of text, where each token follows the one before
+    it and packed index = position. With groups the tokens are the nodes of a tree, grouped by the
+    trunk position at which their histories leave the trunk (the root).
     """
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
-    parents: Tensor  # (B, N) packed index of the token before, -1 for none
+    parents: Tensor  # (B, N) packed index of the token before it, -1 for none
     num_trunk_slots: int = 0  # T
     mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible; None = plain causal, T = 0
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
-    roots: Tensor | None = None  # (B, P) trunk position, -1 for the start
+    roots: Tensor | None = None  # (B, P) trunk position of each group, -1 for the start
     groups: Tensor | None = None  # (B, P, m) node numbers, -1 behind the last
     max_depth: int = 0  # nodes on the longest chain of a tree
-    checkpoint_tokens: tuple[
-        int, ...
-    ] = ()  # linear: the tokens after which recurrent state is to be kept
-    _above: list[Tensor] = field(default_factory=list)
+    checkpoint_tokens: tuple[int, ...] = ()  # linear: keep recurrent state after these tokens
+    _ancestors: list[Tensor] = field(default_factory=list)
 
     def ancestor(self, depth: int) -> Tensor:
-        """(B, N) packed index: 0 the token itself, 1 its parent, ...; -1 before the first one."""
+        """Packed index (B,N): 0 = the token itself, 1 = its parent, ...; -1 before the start."""
         T = self.num_trunk_slots
-        if not self._above:
+        if not self._ancestors:
             B, N = self.parents.shape
-            self._above.append(torch.arange(T, T + N, device=self.parents.device).expand(B, N))
-        while len(self._above) <= depth:
-            last = self._above[-1]
-            above = (last - 1).clamp(min=-1)
+            itself = torch.arange(T, T + N, device=self.parents.device).expand(B, N)
+            self._ancestors.append(itself)
+        while len(self._ancestors) <= depth:
+            last = self._ancestors[-1]
+            above = (last - 1).clamp(min=-1)  # on the trunk: the position before
             if self.groups is not None:
                 parents = self.parents.gather(1, (last - T).clamp(min=0))
                 above = torch.where(last >= T, parents, above)
-            self._above.append(above)
-        return self._above[depth]
+            self._ancestors.append(above)
+        return self._ancestors[depth]
 
     def visible(self) -> Tensor:
-        """The mask, written out if it was implied."""
+        """The mask (B,1,N,T+N), written out where it was implied."""
         if self.mask is None:
-            N = self.positions.shape[1]
-            self.mask = causal_mask(0, N, self.positions.device)
+            self.mask = causal_mask(0, self.positions.shape[1], self.positions.device)
         return self.mask
+
+
+def causal_mask(T: int, N: int, device=None) -> Tensor:
+    """(1, 1, N, T+N): each of N tokens behind T others sees them, the tokens before it, itself."""
+    ones = torch.ones(N, T + N, dtype=torch.bool, device=device)
+    return ones.tril(T)[None, None]
+
+
+def causal_view(
+    B: int, N: int, device=None, T: int = 0, valid: Tensor | None = None, checkpoint_tokens=()
+) -> View:
+    """The view of a prefill, or of its next N tokens behind T others."""
+    positions = torch.arange(T, T + N, device=device).expand(B, N)
+    mask = causal_mask(T, N, device) if T else None
+    return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
+
+
+# ------------------------------------------------------------------ reading and writing by position
 
 
 def gather_slots(values: Tensor, index: Tensor) -> Tensor:
@@ -85,45 +103,37 @@ def write_slots(cache: Tensor, new: Tensor, slots: Tensor) -> None:
 
 
 def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -> Tensor:
-    """The entries (B,P,...) at packed index (B,P), zero where it is below 0: from T on the new ones
-    (B,N,...), before T the past's (B,S,...), whose slot 0 is position `base`."""
+    """Entries (B,P,...) at packed index (B,P); zero where the index is negative.
 
-    def spread(condition: Tensor) -> Tensor:
+    An index from T on reads new (B,N,...). An index below T reads past (B,S,...), whose slot 0 is
+    position `base`. T and base are numbers or (B,1).
+    """
+
+    def match(condition: Tensor) -> Tensor:  # (B, P) -> (B, P, 1, ...)
         return condition.view(*condition.shape, *(1,) * (new.dim() - 2))
 
-    found = gather_slots(new, (index - T).clamp(0, new.shape[1] - 1))
+    entries = gather_slots(new, (index - T).clamp(0, new.shape[1] - 1))
     if past is not None:
         older = gather_slots(past, (index - base).clamp(0, past.shape[1] - 1)).to(new.dtype)
-        found = torch.where(spread(index >= T), found, older)
-    return torch.where(spread(index >= 0), found, 0)
+        entries = torch.where(match(index >= T), entries, older)
+    return torch.where(match(index >= 0), entries, 0)
 
 
 def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots; the new ones are zero: masked is not unread."""
-    lack = width - cache.shape[1]
-    if lack <= 0:
+    """cache (B,S,...) with at least `width` slots. New slots are zero, because a masked slot is
+    still multiplied."""
+    missing = width - cache.shape[1]
+    if missing <= 0:
         return cache
-    return torch.cat([cache, cache.new_zeros(len(cache), lack, *cache.shape[2:])], 1)
+    return torch.cat([cache, cache.new_zeros(len(cache), missing, *cache.shape[2:])], 1)
 
 
-def causal_mask(T: int, N: int, device=None) -> Tensor:
-    """(1, 1, N, T+N): N tokens behind T."""
-    ones = torch.ones(N, T + N, dtype=torch.bool, device=device)
-    return ones.tril(T)[None, None]
-
-
-def causal_view(B: int, N: int, device=None, T: int = 0, valid=None, checkpoint_tokens=()) -> View:
-    """The view of a prefill, or of its next chunk behind T tokens: each token comes after the one
-    before it."""
-    positions = torch.arange(T, T + N, device=device).expand(B, N)
-    mask = causal_mask(T, N, device) if T else None
-    return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
+# ----------------------------------------------------------------------------------------- the tree
 
 
 @dataclass
 class ProposalTree:
-    """N nodes hanging on T trunk slots (B rows; rows with fewer nodes end in padding, `valid`
-    False)."""
+    """N nodes on T trunk slots. Rows with fewer nodes end in padding (`valid` False)."""
 
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N) packed index, -1 for none
@@ -131,36 +141,34 @@ class ProposalTree:
     trunk_ends: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
     valid: Tensor  # (B, N) bool
     slots: Tensor  # (B, A, K, W+1) packed index, -1 where no p is needed
-    roots: Tensor  # (B, P) the trunk positions that histories leave the trunk at, -1 the start
+    roots: Tensor  # (B, P) the trunk positions at which histories leave the trunk, -1 = the start
     groups: Tensor  # (B, P, m) the nodes of each root, -1 behind the last
     num_trunk_slots: int  # T
     max_depth: int  # nodes on the longest chain
-    only_nodes: bool = False  # True: no slot lies on the trunk
+    anchor_is_node: bool = False  # True: a decoding round's chain, no slot lies on the trunk
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are really scored, padding left out, over the whole batch."""
+        """Nodes that are really scored in the whole batch, without padding."""
         return int(self.valid.sum())
 
     def ancestors(self, depth: int) -> Tensor:
-        """(B, N, depth) packed indices: the node itself, its parent, ...; -1 before the first
-        token."""
+        """Packed indices (B,N,depth): the node itself, its parent, ...; -1 before the start."""
         view = self.view()
         return torch.stack([view.ancestor(d) for d in range(depth)], -1)
 
     def view(self) -> View:
-        """The tree as the layers see it: the trunk up to `trunk_ends`, and the ancestors."""
+        """The tree as layers see it: the trunk up to `trunk_ends`, and the ancestors."""
         B, N = self.parents.shape
         T = self.num_trunk_slots
-        slots = torch.arange(T, device=self.parents.device)
-        on_trunk = slots <= self.trunk_ends[..., None]  # (B, N, T)
+        trunk_slots = torch.arange(T, device=self.parents.device)
+        on_trunk = trunk_slots <= self.trunk_ends[..., None]  # (B, N, T)
         view = View(self.positions, self.parents, T, None, self.valid, self.roots, self.groups)
         view.max_depth = self.max_depth
-        table = torch.stack([view.ancestor(d) for d in range(self.max_depth)], -1) - T
-        # trunk and nothing go to a column that is cut off
-        table = torch.where(table >= 0, table, N)
-        among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, table, True)[..., :N]
-        view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]
+        nodes = torch.stack([view.ancestor(d) for d in range(self.max_depth)], -1) - T
+        nodes = torch.where(nodes >= 0, nodes, N)  # trunk or nothing: a column that is cut off
+        among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, nodes, True)[..., :N]
+        view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]  # (B, 1, N, T+N)
         return view
 
 
@@ -174,277 +182,223 @@ def build_tree(
 ) -> ProposalTree:
     """Hang branches on the trunk (paper: branch-parallel sampling; merging is ours).
 
-    tokens (B,T) · lengths (B,) trunk tokens already run, T >= every anchor + 1 · anchors (B,A)
-    positions, -1 = absent · branches (B,A,K,W), -1 from some slot on = no further valid token.
-    include_anchor=True is serving's chain: the anchor = lengths is committed but not yet run, so it
-    becomes a node, and y_W too, whose hidden state gives the bonus distribution p_{W+1}.
+    tokens (B,T) · lengths (B,): trunk tokens already run, T >= every anchor + 1 · anchors (B,A):
+    positions, -1 = absent · branches (B,A,K,W): -1 from some slot on = no further valid token.
+    include_anchor=True is the chain of a decoding round: the anchor at position `lengths` is
+    committed but not yet run, so it becomes a node, and so does y_W, whose hidden state gives the
+    bonus distribution p_{W+1}.
     """
     B, A, K, W = branches.shape
-    T = tokens.shape[1]
     if tokens.dim() != 2 or anchors.shape != (B, A) or lengths.shape != (B,):
         raise ValueError(
             f"tokens {tuple(tokens.shape)}, lengths {tuple(lengths.shape)}, "
             f"anchors {tuple(anchors.shape)} and branches {tuple(branches.shape)} do not fit "
             "(B,T), (B,), (B,A), (B,A,K,W)"
         )
-    present = (anchors >= 0)[:, :, None].expand(B, A, K).reshape(B, A * K)
-    # the trunk's last word before the chain
-    ends = anchors[:, :, None].expand(B, A, K).reshape(B, A * K)
-    rows = branches.reshape(B, A * K, W)
-    if include_anchor:
-        first = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
-        chains, ends = torch.cat([first[..., None], rows], -1), ends - 1
-    else:
-        chains = rows[..., : W - 1]
-    usable = (
-        present[..., None] & (chains >= 0).cummin(-1).values if chains.shape[-1] else chains >= 0
-    )
-    # y_k needs a node only if p_{k+1} is wanted, that is if y_{k+1} is valid
-    if not include_anchor:
-        usable = usable & (rows[..., 1:] >= 0)
+    T = tokens.shape[1]
+    chains, ends, usable = _chains(tokens, anchors, branches, include_anchor)
     if merge:
-        known = torch.zeros_like(lengths) if include_anchor else lengths  # nothing to repeat
-        places, fields = _merged_nodes(tokens, known, chains, ends, usable)
+        # a decoding round's chain follows the last token run: no trunk that it could repeat
+        repeatable = torch.zeros_like(lengths) if include_anchor else lengths
+        chain_slots, nodes = _merged_nodes(tokens, repeatable, chains, ends, usable)
     else:
-        places, fields = _private_nodes(chains, ends, usable, T)
-    places = torch.where(usable, places, -1)
-    # ordinary shapes even for a tree without nodes: one padding node
-    if not fields["tokens"].shape[1]:
-        fill = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
-        fields = {name: fields[name].new_full((B, 1), fill[name]) for name in fill}
+        chain_slots, nodes = _private_nodes(chains, ends, usable, T)
+    chain_slots = torch.where(usable, chain_slots, -1)  # (B, R, E)
+    if not nodes["tokens"].shape[1]:  # one node of padding keeps all shapes ordinary
+        padding = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
+        nodes = {name: nodes[name].new_full((B, 1), fill) for name, fill in padding.items()}
     if merge or not chains.shape[-1]:
-        roots, groups = _grouped(fields["trunk_ends"], fields["valid"], fields["parents"] < T)
-    else:  # a chain's nodes lie together, an anchor's chains too
+        top = nodes["parents"] < T
+        roots, groups = _group_by_root(nodes["trunk_ends"], nodes["valid"], top)
+    else:  # the nodes of an anchor's private chains lie side by side already
         roots = ends.view(B, A, K)[..., 0].clamp(min=-1)
-        nodes = torch.arange(fields["tokens"].shape[1], device=tokens.device)
-        groups = nodes.view(1, A, -1).expand(B, -1, -1)
-    if not include_anchor:  # p_1 from the trunk; no p_{W+1}
-        start = torch.where(present & (rows[..., 0] >= 0), ends, -1)[..., None]
-        places = torch.cat([start, places, torch.full_like(start, -1)], -1)
+        numbers = torch.arange(nodes["tokens"].shape[1], device=tokens.device)
+        groups = numbers.view(1, A, -1).expand(B, -1, -1)
+    if include_anchor:
+        slots = chain_slots  # p_1 from the anchor's node, p_{W+1} from y_W's
+    else:  # p_1 from the trunk at the anchor; p_{W+1} is not needed
+        starts = (anchors >= 0).repeat_interleave(K, 1) & (branches.view(B, A * K, W)[..., 0] >= 0)
+        first = torch.where(starts, ends, -1)[..., None]  # (B, R, 1)
+        slots = torch.cat([first, chain_slots, torch.full_like(first, -1)], -1)
     return ProposalTree(
-        **fields,
-        slots=places.view(B, A, K, W + 1),
+        **nodes,
+        slots=slots.view(B, A, K, W + 1),
         roots=roots,
         groups=groups,
         num_trunk_slots=T,
         max_depth=max(chains.shape[-1], 1),
-        only_nodes=include_anchor,
+        anchor_is_node=include_anchor,
     )
 
 
+def _chains(tokens, anchors, branches, include_anchor: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The R = A*K chains of tokens that need nodes: tokens (B,R,E), the trunk position (B,R) that
+    each one follows, and which tokens really need a node (B,R,E)."""
+    B, A, K, W = branches.shape
+    rows = branches.reshape(B, A * K, W)
+    present = (anchors >= 0).repeat_interleave(K, 1)[..., None]  # (B, R, 1)
+    ends = anchors.repeat_interleave(K, 1)  # (B, R)
+    if include_anchor:
+        first = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
+        chains = torch.cat([first[..., None], rows], -1)
+        return chains, ends - 1, present & (chains >= 0).cummin(-1).values
+    chains = rows[..., : W - 1]
+    if not chains.shape[-1]:
+        return chains, ends, chains >= 0
+    # y_k needs a node only where p_{k+1} is wanted, that is where y_{k+1} is valid
+    usable = present & (chains >= 0).cummin(-1).values & (rows[..., 1:] >= 0)
+    return chains, ends, usable
+
+
 def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tuple[Tensor, dict]:
-    """One node per chain token: (B,R,E) places and the node table, R*E nodes a row, no host
-    sync."""
+    """One node per chain token -> packed indices (B,R,E), and the nodes' fields (B,R*E)."""
     B, R, E = chains.shape
     depth = torch.arange(E, device=chains.device)
-    places = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
-    parents = torch.where(depth == 0, ends[..., None], places - 1)
-    fields = dict(
+    slots = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
+    parents = torch.where(depth == 0, ends[..., None], slots - 1)
+    nodes = dict(
         tokens=torch.where(usable, chains, 0),
         parents=torch.where(usable, parents, -1),
         positions=torch.where(usable, ends[..., None] + 1 + depth, 0),
         trunk_ends=torch.where(usable, ends[..., None].expand(B, R, E), -1),
         valid=usable,
     )
-    return places, {name: value.reshape(B, R * E) for name, value in fields.items()}
+    return slots, {name: values.reshape(B, R * E) for name, values in nodes.items()}
 
 
-def _grouped(trunk_ends: Tensor, valid: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes (B,N), in ascending order of trunk_ends, by trunk end: roots (B,P), groups (B,P,m).
-
-    Work on a group grows with the square of m, so one of more than GROUP nodes is cut where a
-    subtree begins (tops: the nodes right behind the trunk)."""
-    B, N = trunk_ends.shape
-    index = torch.arange(N, device=valid.device).expand(B, N)
-    first = valid.clone()
-    first[:, 1:] &= trunk_ends[:, 1:] != trunk_ends[:, :-1]
-    start = torch.where(first, index, 0).cummax(1).values
-    part = (torch.where(tops, index, 0).cummax(1).values - start) // GROUP
-    first[:, 1:] |= valid[:, 1:] & (part[:, 1:] != part[:, :-1])
-    group = (first.cumsum(1) - 1).clamp(min=0)
-    within = index - torch.where(first, index, 0).cummax(1).values
-    P, m = int(group.max()) + 1, int(torch.where(valid, within, 0).max()) + 1
-    group = torch.where(valid, group, P)  # padding goes to a row that is cut off
-    roots = trunk_ends.new_full((B, P + 1), -1).scatter_(1, group, trunk_ends)[:, :P]
-    groups = index.new_full((B, (P + 1) * m), -1)
-    groups.scatter_(1, group * m + torch.where(valid, within, 0), index)
-    return roots, groups.view(B, P + 1, m)[:, :P]
+# ------------------------------------------------------------------------------------------ merging
 
 
 def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
-    """The trie, by sorting: rows with a common beginning are neighbours once sorted, so a node is
-    new exactly where a sorted row first differs from the row before it. One sort per column, no
-    Python trie."""
+    """Build the trie by sorting -> packed indices (B,R,E), and the nodes' fields (B,N).
+
+    Rows that begin alike are neighbours once they are sorted. So a node is new exactly where a
+    sorted row first differs from the row before it. One sort per column, no Python trie.
+    """
     B, R, E = chains.shape
     T = tokens.shape[1]
     depth = torch.arange(E, device=chains.device)
-    # 1. how far each chain repeats the trunk, and where it leaves it
-    # (B, R, E) the trunk position each chain token would lie on
-    trunk_at = ends[..., None] + 1 + depth
-    repeats = tokens.gather(1, trunk_at.clamp(0, T - 1).flatten(1)).view(B, R, E) == chains
-    repeats &= usable & (trunk_at < lengths.clamp(max=T)[:, None, None])
-    run = repeats.cumprod(-1).sum(-1)  # (B, R)
-    leaves = ends + run
-    # 2. what is left of it off the trunk, shifted to depth 0; -1 behind its end
-    source = run[..., None] + depth
-    inside = source < E
-    source = source.clamp(max=max(E - 1, 0))
-    off = torch.where(inside & usable.gather(2, source), chains.gather(2, source), -1)  # (B, R, E)
-    # 3. sort rows by (leaves, off_0, off_1, ...)
-    columns = torch.cat([leaves[..., None], off], -1)
-    order = torch.arange(R, device=chains.device).expand(B, R)
-    for column in reversed(columns.unbind(-1)):
-        order = order.gather(1, column.gather(1, order).argsort(dim=1, stable=True))
+    trunk_slots = ends[..., None] + 1 + depth  # (B, R, E) where a token would lie on the trunk
+    run = _length_on_trunk(tokens, lengths, chains, trunk_slots, usable)  # (B, R)
+    leaves = ends + run  # the trunk position at which a chain leaves the trunk
+    off_trunk = _without_first(chains, usable, run)  # (B, R, E), -1 behind a chain's end
+
+    columns = torch.cat([leaves[..., None], off_trunk], -1)  # (B, R, 1+E)
+    order = _lexicographic_order(columns)
     ordered = columns.gather(1, order[..., None].expand_as(columns))
-    # 4. a node wherever something new begins; later rows of the same beginning point to it
     differs = torch.ones_like(ordered, dtype=torch.bool)
     differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    fresh = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E)
-    index = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
-    # (B, R, E) node of each sorted row and depth
-    owner = torch.where(fresh, index, -1).cummax(1).values
-    N = int(fresh.flatten(1).sum(1).max()) if fresh.numel() else 0
+    fresh = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E) new nodes
+
+    counts = fresh.flatten(1).sum(1, keepdim=True)  # (B, 1)
+    N = int(counts.max()) if fresh.numel() else 0
+    number = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
+    node_of = torch.where(fresh, number, -1).cummax(1).values  # of each sorted row and depth
     ordered_leaves = ordered[..., :1].expand(B, R, E)
-    above = torch.cat([ordered_leaves[..., :1], T + owner[..., :-1]], -1)[..., :E]
-    where = torch.where(fresh, index, N).flatten(1)
+    parents = torch.cat([ordered_leaves[..., :1], T + node_of[..., :-1]], -1)[..., :E]
+    column = torch.where(fresh, number, N).flatten(1)  # column N is cut off
 
-    def table(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N), each node's own entry
+    def per_node(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N)
         out = values.new_full((B, N + 1), fill)
-        return out.scatter_(1, where, values.flatten(1))[:, :N]
+        return out.scatter_(1, column, values.flatten(1))[:, :N]
 
-    fields = dict(
-        tokens=table(ordered[..., 1:], 0),
-        parents=table(above, -1),
-        positions=table(ordered_leaves + 1 + depth, 0),
-        trunk_ends=table(ordered_leaves, -1),
-        valid=torch.arange(N, device=chains.device) < fresh.flatten(1).sum(1, keepdim=True),
+    nodes = dict(
+        tokens=per_node(ordered[..., 1:], 0),
+        parents=per_node(parents, -1),
+        positions=per_node(ordered_leaves + 1 + depth, 0),
+        trunk_ends=per_node(ordered_leaves, -1),
+        valid=torch.arange(N, device=chains.device) < counts,
     )
-    # 5. back to the order of the branches: chain token i lies on the trunk or is off-trunk token i
-    # - run
+    # back to the order of the branches: token i lies on the trunk, or is off-trunk token i - run
     inverse = order.argsort(dim=1)
-    nodes = owner.gather(1, inverse[..., None].expand_as(owner))
-    nodes = nodes.gather(2, (depth - run[..., None]).clamp(min=0))
-    return torch.where(depth < run[..., None], trunk_at, T + nodes), fields
+    node_of = node_of.gather(1, inverse[..., None].expand_as(node_of))
+    node_of = node_of.gather(2, (depth - run[..., None]).clamp(min=0))
+    return torch.where(depth < run[..., None], trunk_slots, T + node_of), nodes
 
 
-def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
-    """Where a text's blocks of r positions end, for sparse attention: packed indices (M,), and
-    which of them end a block of whose history (B,N,M).
+def _length_on_trunk(tokens, lengths, chains, trunk_slots, usable) -> Tensor:
+    """How many tokens at the beginning of each chain repeat the trunk: (B,R)."""
+    B, R, E = chains.shape
+    T = tokens.shape[1]
+    there = tokens.gather(1, trunk_slots.clamp(0, T - 1).flatten(1)).view(B, R, E)
+    repeats = (there == chains) & usable & (trunk_slots < lengths.clamp(max=T)[:, None, None])
+    return repeats.cumprod(-1).sum(-1)
 
-    Blocks wholly on the trunk end on the trunk and are shared; one that straddles an anchor or lies
-    inside a branch ends at a node, and only that node and its descendants have it (paper:
-    branch-consistent indexer groups).
+
+def _without_first(chains: Tensor, usable: Tensor, run: Tensor) -> Tensor:
+    """chains (B,R,E) without their first run (B,R) tokens, moved to depth 0; -1 behind the end."""
+    E = chains.shape[-1]
+    source = run[..., None] + torch.arange(E, device=chains.device)
+    inside = source < E
+    source = source.clamp(max=max(E - 1, 0))
+    return torch.where(inside & usable.gather(2, source), chains.gather(2, source), -1)
+
+
+def _lexicographic_order(columns: Tensor) -> Tensor:
+    """The order (B,R) of the rows of columns (B,R,n), by the first column, then the second, ..."""
+    B, R, _ = columns.shape
+    order = torch.arange(R, device=columns.device).expand(B, R)
+    for column in reversed(columns.unbind(-1)):
+        order = order.gather(1, column.gather(1, order).argsort(dim=1, stable=True))
+    return order
+
+
+def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """Group nodes (B,N), sorted by trunk end, by it -> roots (B,P), groups (B,P,m).
+
+    The work on a group grows with the square of m. So a group of more than MAX_GROUP nodes is cut
+    where a subtree begins; `top` marks the nodes right behind the trunk.
     """
-    T, N = view.num_trunk_slots, view.positions.shape[1]
-    text = T + N if view.groups is None else T  # packed index = position up to here
-    device = view.positions.device
-    slots = torch.arange(r - 1, max(text, r - 1), r, device=device)
-    ends = torch.ones(1, len(slots), dtype=torch.bool, device=device)
-    if view.groups is not None:
-        slots = torch.cat([slots, torch.arange(T, T + N, device=device)])
-        inner = (view.positions + 1) % r == 0
-        ends = torch.cat([ends.expand(len(inner), -1), inner], 1)
-    return slots, view.visible()[:, 0, :, slots] & ends[:, None]
+    B, N = trunk_ends.shape
+    index = torch.arange(N, device=valid.device).expand(B, N)
+    first = valid.clone()  # the first node of a group
+    first[:, 1:] &= trunk_ends[:, 1:] != trunk_ends[:, :-1]
+    start = torch.where(first, index, 0).cummax(1).values
+    part = (torch.where(top, index, 0).cummax(1).values - start) // MAX_GROUP
+    first[:, 1:] |= valid[:, 1:] & (part[:, 1:] != part[:, :-1])
+    group = (first.cumsum(1) - 1).clamp(min=0)
+    rank = index - torch.where(first, index, 0).cummax(1).values  # number in its group
+    P = int(group.max()) + 1
+    m = int(torch.where(valid, rank, 0).max()) + 1
+    group = torch.where(valid, group, P)  # padding goes to a row that is cut off
+    roots = trunk_ends.new_full((B, P + 1), -1).scatter_(1, group, trunk_ends)[:, :P]
+    groups = index.new_full((B, (P + 1) * m), -1)
+    groups.scatter_(1, group * m + torch.where(valid, rank, 0), index)
+    return roots, groups.view(B, P + 1, m)[:, :P]
 
 
-def highest(scores: Tensor, count: int) -> Tensor:
-    """Marks the `count` highest of scores (B,N,M), -inf = not to be had; of equal ones the
-    earlier."""
-    if scores.shape[-1] <= count:
-        return scores > -torch.inf
-    edge = scores.topk(count, -1).values[..., -1:]
-    above, equal = scores > edge, (scores == edge) & (scores > -torch.inf)
-    left = count - above.sum(-1, keepdim=True)
-    return above | equal & (equal.cumsum(-1) <= left)
+# ------------------------------------------------------------------------------------------- lesson
 
 
-def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
-    """From chosen blocks (B,N,M), see `block_ends`, to the tokens (B,1,N,T+N): those of the blocks,
-    and those of the history's incomplete last block."""
-    B, N, M = chosen.shape
-    T, tree = view.num_trunk_slots, view.groups is not None
-    on_text = M - N if tree else M
-    mask = chosen.new_zeros(B, N, T + N + 1)  # the last column takes what is to be dropped
-    mask[..., : on_text * r] = chosen[..., :on_text].repeat_interleave(r, -1)
-    history = torch.stack([view.ancestor(d) for d in range(max(view.max_depth + r - 1, 1))], -1)
-    depth = torch.arange(history.shape[-1], device=chosen.device)
-    picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth) the last block
-    if tree:  # blocks that end at a node: it and the r - 1 tokens before it
-        nodes = history[..., : view.max_depth] - T
-        own = chosen[..., on_text:].gather(2, nodes.clamp(min=0)) & (nodes >= 0)
-        for shift in range(r):
-            picked[..., shift : shift + view.max_depth] |= own
-    slots = torch.where(picked, history, T + N)
-    return (mask.scatter(2, slots, True)[..., :-1] & view.visible()[:, 0])[:, None]
-
-
-def block_view(
-    anchors: Tensor, block: int, num_context: int, window: int = 0, causal: bool = False, held=None
-) -> View:
-    """What a drafter's block tokens see: context positions strictly before their anchor (those less
-    than `window` before the token itself, if there is one), and their own block, both ways or back
-    alone. By POSITION, never by block number. anchors (B,A), -1 = absent (sees only itself); held
-    (B,S): the positions that context slots hold, where it is not their number."""
-    B, A = anchors.shape
-    positions = anchors.clamp(min=0)[..., None] + torch.arange(block, device=anchors.device)
-    slots = torch.arange(num_context, device=anchors.device) if held is None else held[:, None]
-    context = (slots < anchors[..., None]).repeat_interleave(block, 1)  # (B, A*b, T)
-    context = context & (slots >= 0)
-    if window:
-        context = context & (slots > positions.flatten(1)[..., None] - window)
-    own = torch.arange(A, device=anchors.device).repeat_interleave(block)
-    same = own[:, None] == own
-    same = (same.tril() if causal else same).expand(B, -1, -1)  # (B, A*b, A*b)
-    mask = torch.cat([context, same], -1)[:, None]
-    return View(positions.flatten(1), positions.flatten(1) - 1, num_context, mask)
-
-
-def draw_anchors(seed, step, sequence_ids, prompt_lengths, lengths, shape, chances=None) -> tuple:
-    """Anchors and the uniforms that will choose the branches, from (seed, step, sequence id) alone.
-
-    shape = (A, K, W) -> anchors (B,A) ascending, -1 = absent; uniforms (B,A,K,W) in [0, 1); weights
-    None. Anchors are drawn from the first response token to the second to last, without replacement
-    or in proportion to `chances` (B,T) with it; weights (B,A) then make up for that.
-    """
-    A, K, W = shape
-    anchors = torch.full((len(sequence_ids), A), -1)
-    uniforms = torch.empty(len(sequence_ids), A, K, W)
-    weights = None if chances is None else torch.zeros(len(sequence_ids), A)
-    for row, identity in enumerate(sequence_ids):
-        mixed = (seed * 1_000_003 + step) * 1_000_003 + int(identity)
-        generator = torch.Generator().manual_seed(mixed % (2**63 - 1))
-        first, last = int(prompt_lengths[row]), int(lengths[row]) - 1
-        picked = torch.randperm(max(last - first, 0), generator=generator)[:A].sort().values
-        if chances is not None and last > first:
-            here = chances[row, first:last]
-            picked = torch.multinomial(here, A, True, generator=generator).sort().values
-            weights[row] = here.mean() / here[picked] * min(last - first, A) / A
-        anchors[row, : len(picked)] = first + picked
-        uniforms[row] = torch.rand(A, K, W, generator=generator)
-    return anchors, uniforms, weights
+def lesson_tree(merge: bool) -> tuple[Tensor, Tensor, Tensor, ProposalTree]:
+    """Ten trunk tokens and three branches of four -> trunk, anchors, branches, the tree."""
+    trunk = torch.arange(10, 20)[None]
+    anchors = torch.tensor([[3, 3, 4]])
+    branches = torch.tensor([[[[14, 50, 51, 52]], [[60, 61, 62, 63]], [[50, 51, 70, 71]]]])
+    return trunk, anchors, branches, build_tree(trunk, torch.tensor([10]), anchors, branches, merge)
 
 
 def main():
-    trunk, lengths, anchors = (torch.tensor(x) for x in ([[*range(10, 20)]], [10], [[3, 3, 4]]))
-    branches = torch.tensor([[[[14, 50, 51, 52]], [[60, 61, 62, 63]], [[50, 51, 70, 71]]]])
-    print(f"trunk      {trunk[0].tolist()}   (positions 0..9)")
+    trunk, anchors, branches, _ = lesson_tree(False)
+    print(f"trunk       {trunk[0].tolist()}   (positions 0..9)")
     for anchor, branch in zip(anchors[0].tolist(), branches[0, :, 0].tolist()):
-        print(f"branch at {anchor}: {branch}")
+        print(f"branch at {anchor} {branch}")
     for merge in (False, True):
-        tree = build_tree(trunk, lengths, anchors, branches, merge=merge)
-        T, view = tree.num_trunk_slots, tree.view()
-        above, (ends, seen) = tree.ancestors(4)[0].tolist(), block_ends(view, 2)
-        print(f"\nmerge={merge}: {tree.num_nodes} nodes (packed index = {T} + node)")
-        print(" node token parent position   sees trunk|nodes       ancestors         blocks of 2")
+        tree = lesson_tree(merge)[-1]
+        T = tree.num_trunk_slots
+        mask = tree.view().mask[0, 0].int().tolist()
+        ancestors = tree.ancestors(4)[0].tolist()
+        print(f"\nmerge={merge}: {tree.num_nodes} nodes, packed index = {T} + node")
+        print(" node token parent position   sees trunk|nodes       itself, parent, ...")
         for n in range(tree.num_nodes):
-            row = "".join(" ■"[v] for v in view.mask[0, 0, n].int())
-            fields = (f[0, n].item() for f in (tree.tokens, tree.parents, tree.positions))
-            shown = "{:5d} {:6d} {:8d}   ".format(*fields) + f"{row[:T]}|{row[T:]}   {above[n]}"
-            print(f"{n:5d} {shown}   end at {ends[seen[0, n]].tolist()}")
-        for branch, places in enumerate(tree.slots[0, :, 0, :-1].tolist()):
-            print(f" p_1..p_4 of branch {branch} come from packed indices {places}")
+            sees = "".join(" ■"[v] for v in mask[n])
+            numbers = (t[0, n].item() for t in (tree.tokens, tree.parents, tree.positions))
+            print(f"{n:5d} {{:5d}} {{:6d}} {{:8d}}   ".format(*numbers), end="")
+            print(f"{sees[:T]}|{sees[T:]}   {ancestors[n]}")
+        for branch, slots in enumerate(tree.slots[0, :, 0, :-1].tolist()):
+            print(f" p_1..p_4 of branch {branch} come from packed indices {slots}")
         for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
-            print(f" recurrent state after trunk token {root} serves nodes {group}")
+            print(f" the recurrent state after trunk token {root} serves nodes {group}")
     print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2.")
 
 
