@@ -1,64 +1,460 @@
-"""The proposer: a few decoder layers that fill a whole block of tokens in one pass.
+"""The drafter: a few decoder layers that propose a whole block of tokens in one pass.
 
 1. The target's hidden states at a few tapped layers are fused into context features,
    hidden_norm(fc(taps)).
 2. Each drafter layer is an ordinary decoder layer whose PAST is made from these features: its own
-   k/v projections applied to them, at their true positions. No token of the context is run again.
-3. The block is [x_a, MASK, ..., MASK]; its tokens see the context strictly before a, and one
-   another (both ways, if not causal). In DFlash slot j >= 1 predicts the token at its own position
-   a + j, in DSpark slot j >= 0 the one after it, all slots at once.
+   k and v projections of them, at their true positions. No token of the context is run again.
+3. The block is [x_a, MASK, ..., MASK]. Its slots see the context strictly before a, and each other
+   (only backwards in a causal block).
 4. Embedding and head are the target's, frozen.
-5. DFlash draws each slot for itself; DSpark and DFlash 2 walk the slots from left to right, each
-   knowing the token before it (heads.py). That costs W tiny steps, no pass of the backbone.
+5. `propose` draws K branches and returns the very distribution q that they were drawn from.
 
-`propose` returns the tokens and the very distribution they were drawn from (paper: p is the
-target's, q the drafter's); `logits` is q on any given history, for the loss. The same functions
-serve training (all anchors of a reference at once, with gradient) and decoding (one anchor per row,
-features kept in a `Memory`).
+Three drafters share this backbone. h_k is slot k's hidden state, e_k a vector of the token y_{k-1}
+before it (y_0 = x_a):
 
-    python drafter.py            a block proposed at two anchors, and its visibility
-    pytest tests/test_drafter.py tests/test_drafter_folders.py
+    DFlash     slot j >= 1 predicts position a + j; slots know nothing of one another; W = b - 1
+    DSpark     slot j predicts position a + j + 1; W = b. logits_k += W2 f(e_k), and a confidence:
+               how likely draft k is accepted
+    DFlash 2   as DFlash; of the top candidates of each slot, U_k(c) + <pred[y_{k-1}] * P h_k,
+               succ[c]>; and short convolutions along the block
+
+DSpark and DFlash 2 walk the slots from left to right. That costs W tiny steps, no pass of the
+layers. The same functions serve training (all anchors of a reference at once, with gradient) and
+decoding (one anchor per row, context kept in a `Memory`).
+
+    python drafter.py            blocks at two anchors, what they see, and what the heads add
+    pytest tests/test_drafter.py
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
-from heads import CandidateSelector, ConfidenceHead, ConvolvedLayer, MarkovHead
-from hf.drafters import DrafterConfig
-from hf.tensors import checkpoint_folder, flat, load_weights, save_tensors, tensor_files
-from model import DecoderLayer, RMSNorm, init_weights, rotary
-from sampling import Sampling, draw
-from support.files import read_json, write_json
+import hf.drafters
+from hf.drafters import FIELDS_OF_KIND, KINDS, LAYER_TYPES, MARKOV_HEADS, SELECTOR_FIELDS
+from hf.files import model_folder, read_json
+from hf.tensors import flat_names, load_weights, tensor_files
+from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, rotary
+from support.files import write_json, write_tensors
 from target import Target, Trunk
-from tree import block_view, gather_slots, with_room, write_slots
+from tree import View, gather_slots, with_room, write_slots
 
-DRAW_ELEMENTS = 2**24  # probabilities held at once while drawing
-ANCHORS = 32  # whose blocks run together
-PLAIN = Sampling()
+DRAW_ELEMENTS = 2**24  # probabilities that exist at once while branches are drawn
+BLOCKS_AT_ONCE = 32  # a block's keys are columns of every other block's mask
+
+# ------------------------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The shape of the layers, and what makes them a drafter. A kind uses the fields that
+    hf.drafters lists for it; the others keep their defaults and mean nothing."""
+
+    layers: ModelConfig
+    block_size: int  # b: slots of a block, the anchor's slot included
+    mask_token_id: int
+    target_layer_ids: tuple
+    num_target_layers: int | None = None  # of the target it was trained for, if the file says
+    is_causal: bool | None = False  # None: exactly the sliding layers are causal
+    architecture: str = "DFlashDraftModel"
+    layer_types: tuple = ()  # full_attention or sliding_attention per layer; empty: all full
+    sliding_window: int = 0  # of the sliding layers
+    # DFlash 2
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0  # 0: none
+    # DSpark
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    num_anchors: int = 0  # that it was trained with, if the file says
+    own_vocabulary: bool = False  # the file has an embedding and a head of its own
+
+    def __post_init__(self):
+        if self.num_draft_tokens < 1:
+            raise ValueError(
+                f"block_size {self.block_size}: a block holds the anchor and at least one draft"
+            )
+        self._check_layer_types()
+        if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
+            object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
+        self._check_fields_of_kind()
+        C = self.layers.hidden_size
+        V = self.layers.vocab_size
+        if self.kind == "dspark" and self.markov_head_type not in MARKOV_HEADS:
+            accepted = ", ".join(MARKOV_HEADS)
+            raise ValueError(f"markov_head_type {self.markov_head_type!r}; there is {accepted}")
+        if self.kind == "dflash2" and self.selector_top_k > V:
+            raise ValueError(f"selector_top_k {self.selector_top_k} is beyond vocab_size {V}")
+        if self.kind == "dflash2" and C % self.conv_group_size:
+            raise ValueError(
+                f"hidden_size {C} is no multiple of conv_group_size {self.conv_group_size}"
+            )
+
+    def _check_layer_types(self) -> None:
+        num_layers = self.layers.num_hidden_layers
+        types = self.layer_types
+        if types and (len(types) != num_layers or set(types) - set(LAYER_TYPES)):
+            accepted = f"{num_layers} of {' and '.join(LAYER_TYPES)}"
+            raise ValueError(f"layer_types {list(types)} are not {accepted}")
+        if "sliding_attention" in types and self.sliding_window < 1:
+            raise ValueError(f"sliding_window {self.sliding_window}: sliding layers need one")
+
+    def _check_fields_of_kind(self) -> None:
+        for name in FIELDS_OF_KIND[self.kind]:
+            value = getattr(self, name)
+            kind = type(getattr(DrafterConfig, name))
+            accepted = (int, float) if kind is float else (kind,)
+            least = 1 if name in SELECTOR_FIELDS else 0
+            fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+            if not fits or (kind in (int, float) and not least <= value < inf):
+                raise ValueError(f"{name} is {value!r}, of the wrong kind or out of range")
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.architecture]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """W. In DSpark the anchor's slot predicts a token, too."""
+        return self.block_size if self.kind == "dspark" else self.block_size - 1
+
+    def window(self, layer: int) -> int:
+        """How far back a layer's slots see; 0: all of the context."""
+        slides = self.layer_types and self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else 0
+
+    def causal(self, layer: int) -> bool:
+        """Whether a layer's slots see only those before them in their block."""
+        return self.window(layer) > 0 if self.is_causal is None else self.is_causal
+
+    def check(self, target: Target, tokenizer=None) -> None:
+        """Name the first thing by which the drafter does not fit its target or tokenizer."""
+        V = target.config.vocab_size
+        num_layers = target.config.num_hidden_layers
+        rows = (  # name, the drafter's value, the target's
+            ("hidden_size", self.layers.hidden_size, target.config.hidden_size),
+            ("vocab_size", self.layers.vocab_size, V),
+            ("num_target_layers", self.num_target_layers, num_layers),
+        )
+        for name, value, wanted in rows:
+            if value is not None and value != wanted:
+                raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
+        ids = self.target_layer_ids
+        if not ids or not all(0 <= i < num_layers for i in ids):
+            raise ValueError(f"target_layer_ids {list(ids)} are not layers 0..{num_layers - 1}")
+        mask = self.mask_token_id
+        if not 0 <= mask < V:
+            raise ValueError(f"mask_token_id {mask} is beyond vocab_size {V}")
+        if tokenizer and mask in (*tokenizer.stop_ids, tokenizer.pad_id):
+            raise ValueError(f"mask_token_id {mask} is a stop or pad id")
+        if tokenizer and mask in tokenizer.text_ids:
+            print(f"warning: mask_token_id {mask} is an ordinary token of text")
+
+    def as_dflash(self) -> "DrafterConfig":
+        """The DFlash with the same layers: a fresh drafter of another kind starts as it."""
+        size = self.num_draft_tokens + 1
+        return replace(self, architecture="DFlashDraftModel", block_size=size)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, source: str, tensor_names=()) -> "DrafterConfig":
+        """Read a public config.json in any dialect. tensor_names: of the file beside it."""
+        fields, layer_dict = hf.drafters.drafter_fields(config_dict, source)
+        names = {name.removeprefix("model.") for name in tensor_names}
+        layers = ModelConfig.from_dict(layer_dict, source)
+        try:
+            return cls(layers, own_vocabulary="embed_tokens.weight" in names, **fields)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict:
+        """The config.json that engines load, in the dialect of the architecture."""
+        return hf.drafters.config_json(asdict(self), self.layers.to_dict())
+
+
+# --------------------------------------------------------------------------- from logits to tokens
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become the distribution that tokens are drawn from; the same for p and q.
+
+    Speculative decoding is lossless only if a draft is divided by the very distribution that it
+    was drawn from. So one function makes it, in float32, for both sides.
+    """
+
+    temperature: float = 1.0  # 0 = greedy: all mass on the argmax
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < inf or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}"
+            )
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """(..., V) -> probabilities (..., V), float32."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:  # ties at the edge stay in
+            edge = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < edge, -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:  # the smallest set of the likeliest tokens that reaches top_p
+            ordered, order = probs.sort(-1, descending=True)
+            outside = ordered.cumsum(-1) - ordered >= self.top_p
+            probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+GREEDY = Sampling(temperature=0.0)
+PLAIN = Sampling(temperature=1.0)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw tokens by the inverse distribution function.
+
+    probs (..., V), uniforms (..., n) in [0,1) -> (..., n). A token of probability zero is never
+    drawn. NaN gives the last token; the loss, or `verify` in serve.py, then reports it.
+    """
+    cumulative = probs.cumsum(-1)
+    total = cumulative[..., -1:]
+    point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, point.contiguous(), right=True)
+    return tokens.clamp(max=probs.shape[-1] - 1)
+
+
+def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
+    """first (B,A), tokens (B,A,K,W) -> the token before each (B,A,K,W): x_a, y_1, ..., y_{W-1}."""
+    first = first[..., None, None].expand(*tokens.shape[:-1], 1)
+    return torch.cat([first, tokens[..., :-1]], -1)
+
+
+# ------------------------------------------------------------------------ what the slots may know
+
+
+def block_view(
+    anchors: Tensor,
+    block_size: int,
+    num_context: int,
+    window: int = 0,
+    causal: bool = False,
+    context_positions: Tensor | None = None,
+) -> View:
+    """What the slots of the blocks at anchors (B,A) see. An absent anchor, -1, sees only itself.
+
+    Context at positions strictly before their anchor (of a sliding layer: less than `window` before
+    the slot itself), and their own block. By POSITION, never by block number. context_positions
+    (B,S): what the context's slots hold, where that is not their number.
+    """
+    B, A = anchors.shape
+    device = anchors.device
+    positions = anchors.clamp(min=0)[..., None] + torch.arange(block_size, device=device)
+    positions = positions.flatten(1)  # (B, A*b)
+    if context_positions is None:
+        context = torch.arange(num_context, device=device)
+    else:
+        context = context_positions[:, None]
+    sees = (context < anchors[..., None]).repeat_interleave(block_size, 1)  # (B, A*b, T)
+    sees = sees & (context >= 0)
+    if window:
+        sees = sees & (context > positions[..., None] - window)
+    block = torch.arange(A, device=device).repeat_interleave(block_size)
+    same = block[:, None] == block
+    same = (same.tril() if causal else same).expand(B, -1, -1)  # (B, A*b, A*b)
+    mask = torch.cat([sees, same], -1)[:, None]
+    return View(positions, positions - 1, num_context, mask)
+
+
+@dataclass
+class LayerMemory:
+    """One layer's keys and values of the context (B,S,2,H_kv,D).
+
+    By position; or, of a sliding layer in decoding, a ring: slot = position mod S.
+    """
+
+    keys_values: Tensor
+    is_ring: bool = False
+
+    def positions(self, lengths: Tensor) -> Tensor | None:
+        """The positions (B,S) that a ring's slots hold when lengths (B,) tokens are remembered,
+        negative where there is none. None: the slots are the positions."""
+        if not self.is_ring:
+            return None
+        S = self.keys_values.shape[1]
+        last = lengths[:, None] - 1
+        return last - (last - torch.arange(S, device=lengths.device)) % S
+
+    def write(self, new: Tensor, positions: Tensor) -> None:
+        slots = positions % self.keys_values.shape[1] if self.is_ring else positions
+        write_slots(self.keys_values, new, slots)
 
 
 @dataclass
 class Memory:
-    """The drafter's keys and values of the context, per layer (B,S,2,H_kv,D): by position, or of a
-    sliding layer in serving a ring, slot = position mod S."""
+    """The drafter's keys and values of the context, layer by layer."""
 
-    states: list[Tensor]
+    layers: list[LayerMemory]
     width: int
-    rings: tuple[bool, ...] = ()
 
     def select(self, rows: Tensor) -> "Memory":
-        return replace(self, states=[state[rows] for state in self.states])
+        layers = [replace(layer, keys_values=layer.keys_values[rows]) for layer in self.layers]
+        return replace(self, layers=layers)
 
-    def held(self, layer: int, lengths: Tensor) -> Tensor | None:
-        """The positions (B,S) that a ring's slots hold once lengths (B,) tokens are remembered,
-        below 0 where there is none; None: the slots are the positions."""
-        if not (self.rings and self.rings[layer]):
-            return None
-        S, last = self.states[layer].shape[1], lengths[:, None] - 1
-        return last - (last - torch.arange(S, device=lengths.device)) % S
+
+# -------------------------------------------------------------------------------------------- heads
+
+
+class MarkovHead(nn.Module):
+    """DSpark's sequential head. A fresh one has W2 = 0 and changes nothing."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        V = config.layers.vocab_size
+        C = config.layers.hidden_size
+        R = config.markov_rank
+        self.kind = config.markov_head_type
+        self.markov_w1 = nn.Embedding(V, R)
+        self.markov_w2 = nn.Linear(R, V, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(C + R, R)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * R + C, 3 * R)
+
+    def forward(self, hidden: Tensor, previous: Tensor, state: Tensor | None):
+        """hidden (...,W,C), the tokens before the slots (...,W) -> what is added to the logits
+        (...,W,V), and the recurrence's state for the slots behind (None without one)."""
+        e = self.markov_w1(previous)  # (..., W, R)
+        hidden = hidden.expand(*e.shape[:-1], -1)
+        if self.kind == "gated":
+            e = self.gate_proj(torch.cat([hidden, e], -1)).sigmoid() * e
+        elif self.kind == "rnn":
+            e, state = self._recurrence(hidden, e, state)
+        return self.markov_w2(e), state
+
+    def _recurrence(self, hidden, e, state):
+        """s <- σ(g) s + (1 - σ(g)) tanh(c), output tanh(o), slot by slot."""
+        if state is None:
+            state = torch.zeros_like(e[..., 0, :])
+        outputs = []
+        for k in range(e.shape[-2]):
+            joint = self.joint_proj(torch.cat([state, e[..., k, :], hidden[..., k, :]], -1))
+            g, c, o = joint.chunk(3, -1)
+            state = g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh()
+            outputs.append(o.tanh())
+        return torch.stack(outputs, -2), state
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of the probability that draft k is accepted, if those before it were."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov and config.markov_rank > 0
+        width = config.layers.hidden_size + config.markov_rank * self.with_markov
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, hidden: Tensor, e: Tensor | None) -> Tensor:
+        """hidden (...,W,C), vectors of the tokens before (...,W,R) -> (...,W)."""
+        if self.with_markov:
+            hidden = torch.cat([hidden.expand(*e.shape[:-1], -1), e], -1)
+        return self.proj(hidden)[..., 0]
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2's choice among each slot's candidates. A fresh one has succ = 0 and changes
+    nothing."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        V = config.layers.vocab_size
+        R = config.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.randn(V, R))
+        self.successor_codebook = nn.Parameter(torch.zeros(V, R))
+        self.hidden_projection = nn.Linear(config.layers.hidden_size, R, bias=False)
+
+    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """hidden (...,W,C), the tokens before (...,W), candidates (...,W,k) -> what is added to
+        their logits (...,W,k)."""
+        context = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
+        return (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+
+
+class DynamicConv(nn.Module):
+    """A short convolution along the block, before and behind a sublayer.
+
+    out_t = sum over tau of (base[side, tau] + delta_t[side, tau]) * x_{t - tau}
+
+    delta_t is projected from the sublayer's normed input and shared by groups of channels. Taps
+    before the block read zero. A fresh one is the identity.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        C = config.layers.hidden_size
+        self.num_taps = config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        self.block_size = config.block_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.num_taps, C))
+        nn.init.ones_(self.base_kernel[:, 0])
+        rows = 2 * self.num_taps * (C // self.group_size)
+        self.kernel_projection = nn.Linear(C, rows, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B,A*b,C), the sublayer's normed input -> the kernels of both sides (B,A*b,taps,C)."""
+        delta = self.kernel_projection(x).unflatten(-1, (2, self.num_taps, -1))
+        return (delta.repeat_interleave(self.group_size, -1) + self.base_kernel).unbind(2)
+
+    def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """x (B,A*b,C) -> the same, convolved within each block."""
+        blocks = x.unflatten(1, (-1, self.block_size))  # (B, A, b, C)
+        kernel = kernel.unflatten(1, (-1, self.block_size))  # (B, A, b, taps, C)
+        out = kernel[..., 0, :] * blocks
+        for tau in range(1, self.num_taps):
+            shifted = F.pad(blocks, (0, 0, tau, 0))[:, :, : self.block_size]
+            out = out + kernel[..., tau, :] * shifted
+        return out.flatten(1, 2)
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer of DFlash 2: a convolution on both sides of each sublayer. Context features
+    are not convolved."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config.layers)
+        self.attention_conv = DynamicConv(config)
+        self.mlp_conv = DynamicConv(config)
+
+    def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
+        """x (B,A*b,C) -> x, what the layer remembers, its input."""
+        normed = self.input_layernorm(x)
+        before, behind = self.attention_conv.kernels(normed)
+        mixed, new = self.mix(self.attention_conv(normed, before), rope, view, past)
+        y = x + self.attention_conv(mixed, behind)
+        normed = self.post_attention_layernorm(y)
+        before, behind = self.mlp_conv.kernels(normed)
+        return y + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind), new, x
+
+
+# ----------------------------------------------------------------------------------------- drafters
 
 
 @dataclass
@@ -70,55 +466,46 @@ class Proposal:
     first: Tensor  # (B, A) the anchors' tokens
     sampling: Sampling
     drafter: "Drafter"
-    # (B, A, K or 1, W, V), kept if the caller divides by it
-    q_probs: Tensor | None = None
+    q_probs: Tensor | None = None  # (B, A, K or 1, W, V), if the caller divides by it
 
     @property
-    def before(self) -> Tensor:
-        """(B, A, K, W) the token before each."""
-        return history(self.first, self.tokens)
+    def previous(self) -> Tensor:
+        """The token before each (B,A,K,W)."""
+        return previous_tokens(self.first, self.tokens)
 
     def probs(self) -> Tensor:
-        """q (B,A,K,W,V), float32, with gradient through `hidden`: for tests and small
-        vocabularies."""
-        q = self.sampling.probs(self.drafter.logits(self.hidden, self.before))
+        """q (B,A,K,W,V), float32, with gradient through `hidden`: for small vocabularies."""
+        q = self.sampling.probs(self.drafter.logits(self.hidden, self.previous))
         return q.expand(*self.tokens.shape, -1)
 
 
-def history(first: Tensor, tokens: Tensor) -> Tensor:
-    """first (B,A), tokens (B,A,K,W) -> the token before each (B,A,K,W): x_a, y_1, ..., y_{W-1}."""
-    first = first[..., None, None].expand(*tokens.shape[:-1], 1)
-    return torch.cat([first, tokens[..., :-1]], -1)
-
-
 class Drafter(nn.Module):
-    """DFlash, and what all drafters have in common. Parameters are the drafter's own; the target is
-    held, not owned."""
+    """DFlash, and what all drafters share. Its parameters are the drafter's alone; the target is
+    referred to."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__()
         config.check(target)
         self.config = config
-        self._held = (target,)  # in a tuple, so that its parameters are not ours
-        C, V = config.layers.hidden_size, config.layers.vocab_size
+        self._target = (target,)  # in a tuple, so that its parameters are not ours
+        self.recompute = False  # run layers again in the backward pass, to save memory
+        C = config.layers.hidden_size
+        V = config.layers.vocab_size
         self.fc = nn.Linear(len(config.target_layer_ids) * C, C, bias=False)
         self.hidden_norm = RMSNorm(C, config.layers.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            self.new_layer() for _ in range(config.layers.num_hidden_layers)
-        )
+        num_layers = config.layers.num_hidden_layers
+        self.layers = nn.ModuleList(self.new_layer() for _ in range(num_layers))
         self.norm = RMSNorm(C, config.layers.rms_norm_eps)
         if config.own_vocabulary:
-            self.embed_tokens, self.lm_head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
-            self.embed_tokens.requires_grad_(False)
-            self.lm_head.requires_grad_(False)
-        target.tap_ids = config.target_layer_ids
+            self.embed_tokens = nn.Embedding(V, C).requires_grad_(False)
+            self.lm_head = nn.Linear(C, V, bias=False).requires_grad_(False)
 
     def new_layer(self) -> DecoderLayer:
         return DecoderLayer(self.config.layers)
 
     @property
     def target(self) -> Target:
-        return self._held[0]
+        return self._target[0]
 
     def _rope(self, positions: Tensor):
         return rotary(positions, self.config.layers.head_dim, self.config.layers.rope_theta)
@@ -126,117 +513,116 @@ class Drafter(nn.Module):
     # -- the context
 
     def _context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
-        """taps (B,P,taps*C) at positions (B,P) -> each layer's keys and values of the features,
-        which go in as they are, without the layer's input norm."""
+        """taps (B,P,taps*C) at positions (B,P) -> each layer's keys and values of the features.
+        Features go in as they are, without the layer's input norm."""
         features = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))  # (B, P, C)
         rope = self._rope(positions)
         return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
 
     def remember(self, trunk: Trunk, room: int = 0, bounded: bool = False) -> Memory:
-        """The context's keys and values of a whole trunk; `room` for decoding to add more. bounded:
-        a sliding layer keeps its window alone, and then blocks stand at the trunk's end."""
+        """Keys and values of a whole trunk. room: slots for decoding to add more. bounded: sliding
+        layers keep their window alone, and blocks then stand at the trunk's end."""
         if trunk.tap_ids != self.config.target_layer_ids:
             raise ValueError(
-                f"the trunk was tapped at layers {trunk.tap_ids}, "
-                f"the drafter reads {self.config.target_layer_ids}"
+                f"the trunk was tapped at layers {trunk.tap_ids}, the drafter reads "
+                f"{self.config.target_layer_ids}: prefill(..., tap_ids=...) chooses them"
             )
         if trunk.taps is None:
             raise ValueError("this trunk keeps no taps: remember it before they are dropped")
         T = trunk.taps.shape[1]
-        states = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
-        memory = Memory(states, T, (False,) * len(states))
-        for layer, state in enumerate(states):
+        contexts = self._context(trunk.taps, torch.arange(T, device=trunk.taps.device)[None])
+        layers = []
+        for number, keys_values in enumerate(contexts):
+            window = self.config.window(number)
             # what a round writes behind the text must not reach what a window may see
-            size = self.config.window(layer) + self.config.num_draft_tokens + 1
-            if bounded and self.config.window(layer) and size < T + room:
-                memory.rings = (*memory.rings[:layer], True, *memory.rings[layer + 1 :])
-                states[layer] = with_room(state, size)[:, :size]  # for its shape
-                positions = memory.held(layer, trunk.lengths)
-                states[layer] = gather_slots(state, positions.clamp(0, T - 1))
+            size = window + self.config.num_draft_tokens + 1
+            if bounded and window and size < T + room:
+                layer = LayerMemory(with_room(keys_values, size)[:, :size], is_ring=True)
+                positions = layer.positions(trunk.lengths)
+                layer.keys_values = gather_slots(keys_values, positions.clamp(0, T - 1))
             else:
-                states[layer] = with_room(state, T + room)
-        return memory
+                layer = LayerMemory(with_room(keys_values, T + room))
+            layers.append(layer)
+        return Memory(layers, T)
 
     def extend(self, memory: Memory, taps: Tensor, lengths: Tensor) -> Memory:
-        """Remember P more tokens of each row, taps (B,P,·), at positions lengths (B,) onwards, in
-        place. Entries beyond what gets committed are leftovers that no anchor looks at."""
-        slots = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        rings = memory.rings or (False,) * len(memory.states)
-        for ring, cache, new in zip(rings, memory.states, self._context(taps, slots)):
-            write_slots(cache, new, slots % cache.shape[1] if ring else slots)
+        """Remember P more tokens of each row, taps (B,P,·), from position lengths (B,) on, in
+        place. Entries behind what gets committed are never read."""
+        positions = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
+        for layer, new in zip(memory.layers, self._context(taps, positions)):
+            layer.write(new, positions)
         return replace(memory, width=memory.width + taps.shape[1])
 
     # -- the block
 
     def block(self, trunk: Trunk, anchors: Tensor, memory: Memory | None = None) -> Tensor:
         """Final hidden (B,A,W,C) of the blocks at anchors (B,A). The trunk gives the anchors'
-        tokens and, without a memory, the context. Many anchors in parts: a block's keys are columns
-        of every other's mask."""
+        tokens and, without a memory, the context."""
         if memory is None:
             memory = self.remember(trunk)
-        if anchors.shape[1] > ANCHORS:
-            parts = [self.block(trunk, part, memory) for part in anchors.split(ANCHORS, 1)]
-            return torch.cat(parts, 1)
-        config, (B, A), b = self.config, anchors.shape, self.config.block_size
+        parts = [self._block(trunk, part, memory) for part in anchors.split(BLOCKS_AT_ONCE, 1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _block(self, trunk: Trunk, anchors: Tensor, memory: Memory) -> Tensor:
+        config = self.config
+        B, A = anchors.shape
+        b = config.block_size
         first = trunk.tokens.gather(1, anchors.clamp(min=0))[..., None]  # (B, A, 1)
         masks = first.new_full((B, A, b - 1), config.mask_token_id)
         tokens = torch.cat([first, masks], -1).view(B, A * b)
         embed = self.embed_tokens if config.own_vocabulary else self.target.model.embed_tokens
         x = embed(tokens).to(self.fc.weight.dtype) * config.input_embedding_scale  # (B, A*b, C)
-        views = {}  # layers that see alike share one
-        for number, (layer, past) in enumerate(zip(self.layers, memory.states)):
-            window, causal = config.window(number), config.causal(number)
-            held = memory.held(number, anchors[:, 0])
-            kind = (window, causal, held is None)
+        views = {}  # layers that see alike share a view
+        for number, layer in enumerate(self.layers):
+            past = memory.layers[number]
+            kind = (config.window(number), config.causal(number), past.is_ring)
             if kind not in views:
-                slots = memory.width if held is None else past.shape[1]
-                view = block_view(anchors, b, slots, window, causal, held)
-                views[kind] = view, self._rope(view.positions)
+                positions = past.positions(anchors[:, 0])
+                num_context = past.keys_values.shape[1] if past.is_ring else memory.width
+                view = block_view(anchors, b, num_context, kind[0], kind[1], positions)
+                views[kind] = (view, self._rope(view.positions))
             view, rope = views[kind]
-            x = layer(x, rope, view, {"kv": past})[0]
-        return self.norm(x).view(B, A, b, -1)[:, :, b - config.num_draft_tokens :].contiguous()
+            inputs = (x, rope, view, {"kv": past.keys_values})
+            if self.recompute:
+                x = recomputed(layer, *inputs, use_reentrant=False)[0]
+            else:
+                x = layer(*inputs)[0]
+        hidden = self.norm(x).view(B, A, b, -1)
+        return hidden[:, :, b - config.num_draft_tokens :].contiguous()
+
+    # -- logits
 
     def proposable(self, ids: Tensor) -> Tensor:
-        """Which ids q may hold: not MASK, not a row beyond the tokenizer. (p is never masked.)"""
+        """Which ids q may hold: neither MASK nor a row behind the tokenizer. p is never masked."""
         return (ids != self.config.mask_token_id) & (ids < self.target.num_tokens)
 
-    def unary(self, hidden: Tensor) -> Tensor:
-        """(…, C) -> (…, V) by the head; -inf where an id is not proposable."""
+    def unary_logits(self, hidden: Tensor) -> Tensor:
+        """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q may hold nothing."""
         head = self.lm_head if self.config.own_vocabulary else self.target.lm_head
         logits = head(hidden.to(head.weight.dtype))
         ids = torch.arange(logits.shape[-1], device=logits.device)
         return logits.masked_fill(~self.proposable(ids), -torch.inf)
 
-    # -- what is proposed
+    def slot_logits(self, unary, hidden, previous, state=None, labels=None):
+        """Logits of some slots, given the tokens before them.
 
-    def step(self, unary: Tensor, hidden: Tensor, before: Tensor, state=None, labels=None):
-        """Logits of some slots given the tokens before them: unary (…,1,W,V), hidden (…,1,W,C),
-        before (…,K,W) -> (…,1 or K,W,V), and a state for the slots behind. Labels (…,K,W): ids that
-        must be among them."""
+        unary (…,1,W,V), hidden (…,1,W,C), previous (…,K,W) -> (…,1 or K,W,V), and a state for the
+        slots behind them. labels (…,K,W): ids that must be among the candidates (in training).
+        """
         return unary, None
 
-    def logits(self, hidden: Tensor, before: Tensor | None = None, labels=None) -> Tensor:
-        """q's logits on a given history; see `step`."""
-        return self.step(self.unary(hidden), hidden, before, None, labels)[0]
+    def logits(self, hidden: Tensor, previous: Tensor | None = None, labels=None) -> Tensor:
+        """q's logits on a given history; see `slot_logits`."""
+        return self.slot_logits(self.unary_logits(hidden), hidden, previous, None, labels)[0]
 
     has_confidence = False
 
-    def confidence(self, hidden: Tensor, before: Tensor, detached: bool = False) -> Tensor:
-        """How likely each draft is accepted, given those before it: logits (…,K,W). detached:
-        without a gradient beyond the confidence head."""
+    def confidence_logits(self, hidden, previous, detached: bool = False) -> Tensor:
+        """Logits (…,K,W) of the probability that each draft is accepted, given those before it.
+        detached: no gradient goes beyond the confidence head."""
         raise ValueError(f"a {self.config.kind} drafter without a confidence head")
 
-    def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
-        """Tokens (R,K,W) of R blocks, and what they were drawn from (R,1,W,V): hidden (R,W,C),
-        first (R,), uniforms (R,K,W), None for the argmax. DFlash's slots know nothing of one
-        another, so they and all branches are drawn at once."""
-        logits = self.unary(hidden)  # (R, W, V)
-        best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
-        if uniforms is None:
-            return best, None
-        q = sampling.probs(logits)
-        tokens = draw(q, uniforms.transpose(1, 2)).transpose(1, 2)  # (R, K, W)
-        return torch.cat([best[:, :num_greedy], tokens[:, num_greedy:]], 1), q[:, None]
+    # -- proposing
 
     def propose(
         self,
@@ -244,36 +630,58 @@ class Drafter(nn.Module):
         anchors: Tensor,
         num_branches: int = 1,
         sampling: Sampling = PLAIN,
-        generator: torch.Generator | Tensor | None = None,
+        generator: torch.Generator | None = None,
+        uniforms: Tensor | None = None,
         memory: Memory | None = None,
         keep_probs: bool = False,
         num_greedy: int = 0,
     ) -> Proposal:
-        """K branches at each anchor (B,A), -1 = absent; the first num_greedy of them are q's argmax
-        instead of draws. `generator` may be the uniforms (B,A,K,W)."""
+        """Propose K branches at each anchor (B,A), -1 = absent.
+
+        The first num_greedy branches are q's argmax, the others are drawn with uniforms (B,A,K,W),
+        or with new ones by the generator. keep_probs: keep what the branches were drawn from.
+        """
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
         first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
-        uniforms = None
-        if sampling.temperature > 0 or keep_probs:  # else there is nothing to draw
-            uniforms = generator
-            if not isinstance(uniforms, Tensor):
+        if sampling.temperature == 0 and not keep_probs:  # there is nothing to draw
+            uniforms = None
+        else:
+            if uniforms is None:
                 device = "cpu" if generator is None else generator.device
                 uniforms = torch.rand(shape, generator=generator, device=device)
             uniforms = uniforms.to(hidden.device).flatten(0, 1)  # (B*A, K, W)
-        rows, starts = hidden.detach().flatten(0, 1), first.flatten()
+        rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
+        starts = first.flatten()
         size = max(1, DRAW_ELEMENTS // (num_branches * shape[-1] * self.config.layers.vocab_size))
-        drawn, kept = [], []
+        tokens, probs = [], []
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
                 part = slice(start, start + size)
-                u = None if uniforms is None else uniforms[part]
-                found = self.walk(rows[part], starts[part], u, sampling, num_branches, num_greedy)
-                drawn.append(found[0])
-                kept += [found[1]] if keep_probs else []
-        q = torch.cat(kept).unflatten(0, anchors.shape) if keep_probs else None
-        tokens = torch.cat(drawn).view(shape)
-        return Proposal(tokens, hidden[:, :, None], first, sampling, self, q)
+                numbers = None if uniforms is None else uniforms[part]
+                drawn, q = self.draw_branches(
+                    rows[part], starts[part], numbers, sampling, num_branches, num_greedy
+                )
+                tokens.append(drawn)
+                if keep_probs:
+                    probs.append(q)
+        q_probs = torch.cat(probs).unflatten(0, anchors.shape) if keep_probs else None
+        tokens = torch.cat(tokens).view(shape)
+        return Proposal(tokens, hidden[:, :, None], first, sampling, self, q_probs)
+
+    def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
+        """Tokens (R,K,W) of R blocks, and what they were drawn from (R,1,W,V).
+
+        hidden (R,W,C), first (R,), uniforms (R,K,W) or None for the argmax. DFlash's slots know
+        nothing of one another, so all slots and all branches are drawn at once.
+        """
+        logits = self.unary_logits(hidden)  # (R, W, V)
+        best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
+        if uniforms is None:
+            return best, None
+        q = sampling.probs(logits)
+        tokens = draw(q, uniforms.transpose(1, 2)).transpose(1, 2)  # (R, K, W)
+        return torch.cat([best[:, :num_greedy], tokens[:, num_greedy:]], 1), q[:, None]
 
     # -- making, loading, saving
 
@@ -283,183 +691,233 @@ class Drafter(nn.Module):
         target: Target,
         num_layers: int = 2,
         block_size: int = 8,
-        mask_token_id=None,
-        seed=0,
+        mask_token_id: int | None = None,
+        seed: int = 0,
         architecture: str = "DFlashDraftModel",
         **fields,
-    ):
-        """An untrained drafter of the target's width; `fields` of its config. Its backbone is the
-        same for every kind; DFlash 2 proposes what DFlash does, of its top k. MASK: the first row
-        beyond the tokenizer."""
+    ) -> "Drafter":
+        """An untrained drafter of the target's width; `fields` of its config.
+
+        All kinds start with the same layers. A fresh DFlash 2 proposes what DFlash does, among its
+        top candidates. MASK: by default the first row behind the tokenizer.
+        """
+        model = target.config
         if mask_token_id is None:
             mask_token_id = target.num_tokens
-            if mask_token_id >= target.config.vocab_size:
+            if mask_token_id >= model.vocab_size:
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
-        # full rotary even where the target's is partial, dense layers whatever the target's are
-        layers = replace(
-            target.config,
+        wide = 3 * model.hidden_size  # where the target has experts and no dense MLP
+        layers = ModelConfig(  # full rotary and dense layers, whatever the target has
             model_type="qwen3",
-            tie_word_embeddings=False,
-            partial_rotary_factor=1.0,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=wide if model.streams else model.intermediate_size,
             num_hidden_layers=num_layers,
-            layer_types=(),
-            ple_layer_ids=(),
-            intermediate_size=(
-                3 * target.config.hidden_size
-                if target.config.streams
-                else target.config.intermediate_size
-            ),
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            rms_norm_eps=model.rms_norm_eps,
+            rope_theta=model.rope_theta,
+            max_position_embeddings=model.max_position_embeddings,
         )
         config = DrafterConfig(
             layers,
             block_size,
             mask_token_id,
-            tuple(target.tap_ids),
-            target.config.num_hidden_layers,
+            tuple(fields.pop("target_layer_ids", target.tap_ids)),
+            model.num_hidden_layers,
             architecture=architecture,
             **fields,
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            plain = Drafter(config.without_heads(), target).apply(init_weights)
+            backbone = Drafter(config.as_dflash(), target).apply(init_weights)
             drafter = drafter_class(config)(config, target)
-        drafter.load_state_dict(plain.state_dict(), strict=False)
+        drafter.load_state_dict(backbone.state_dict(), strict=False)
         return drafter
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """A published drafter folder (or hub's name) of any kind, on the target's device; sets the
-        target's taps to the drafter's. dtype None keeps the file's (bfloat16 as published);
-        training wants float32."""
-        folder = checkpoint_folder(str(folder))
+        """Load a published drafter folder of any kind, to the target's device.
+
+        dtype None keeps the file's (bfloat16 as published); training wants float32.
+        """
+        folder = model_folder(str(folder))
         source = folder / "config.json"
-        config = DrafterConfig.from_dict(read_json(source), str(source))
-        config = config.beside(tensor_files(folder))
+        config = DrafterConfig.from_dict(read_json(source), str(source), tensor_files(folder))
         with torch.device("meta"):
             drafter = drafter_class(config)(config, target)
-        load_weights(drafter, folder, target.lm_head.weight.device, dtype, flat)
+        load_weights(drafter, folder, target.lm_head.weight.device, dtype, flat_names)
         return drafter
 
     def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:
-        """config.json and model.safetensors, flat names, bfloat16: what engines load."""
-        folder, tensors = Path(folder), {k: v.to(dtype) for k, v in self.state_dict().items()}
-        save_tensors(folder / "model.safetensors", tensors)
-        write_json(folder / "config.json", self.config.to_dict() | {"dtype": str(dtype)[6:]})
+        """Write config.json and model.safetensors with flat names: what engines load."""
+        folder = Path(folder)
+        tensors = {name: tensor.to(dtype) for name, tensor in self.state_dict().items()}
+        write_tensors(folder / "model.safetensors", tensors)
+        dtype_name = str(dtype).removeprefix("torch.")
+        write_json(folder / "config.json", self.config.to_dict() | {"dtype": dtype_name})
 
 
 class AutoregressiveDrafter(Drafter):
     """A drafter whose slots know the token before them."""
 
-    def walk(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
-        """As DFlash's, from left to right: q (R,K,W,V) is each branch's own."""
-        before, state = first[:, None, None].expand(-1, num_branches, 1), None
-        unary, hidden = self.unary(hidden)[:, None], hidden[:, None]  # (R, 1, W, ·)
-        tokens, kept = [], []
+    def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
+        """As DFlash's, slot by slot from the left; each branch has its own q (R,K,W,V)."""
+        previous = first[:, None, None].expand(-1, num_branches, 1)  # (R, K, 1)
+        unary = self.unary_logits(hidden)[:, None]  # (R, 1, W, V)
+        hidden = hidden[:, None]
+        state = None
+        tokens, probs = [], []
         for k in range(hidden.shape[2]):
             slot = slice(k, k + 1)
-            logits, state = self.step(unary[:, :, slot], hidden[:, :, slot], before, state)
-            best = logits.argmax(-1).expand_as(before)  # (R, K, 1)
+            logits, state = self.slot_logits(unary[:, :, slot], hidden[:, :, slot], previous, state)
+            chosen = logits.argmax(-1).expand_as(previous)  # (R, K, 1)
             if uniforms is not None:
-                kept.append(sampling.probs(logits).expand(*before.shape, -1))  # (R, K, 1, V)
-                drawn = draw(kept[-1], uniforms[:, :, k : k + 1, None])[..., 0]
-                best = torch.cat([best[:, :num_greedy], drawn[:, num_greedy:]], 1)
-            tokens.append(best)
-            before = best
-        return torch.cat(tokens, -1), torch.cat(kept, -2) if kept else None
+                q = sampling.probs(logits).expand(*previous.shape, -1)  # (R, K, 1, V)
+                drawn = draw(q, uniforms[:, :, slot, None])[..., 0]
+                chosen = torch.cat([chosen[:, :num_greedy], drawn[:, num_greedy:]], 1)
+                probs.append(q)
+            tokens.append(chosen)
+            previous = chosen
+        return torch.cat(tokens, -1), torch.cat(probs, -2) if probs else None
 
 
 class DSpark(AutoregressiveDrafter):
-    """DFlash's backbone one slot on, a Markov head behind it, and a confidence head."""
+    """DFlash's layers one slot on, with a Markov head and a confidence head."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__(config, target)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
-    def step(self, unary, hidden, before, state=None, labels=None):
+    def slot_logits(self, unary, hidden, previous, state=None, labels=None):
         if self.markov_head is None:
             return unary, None
-        added, state = self.markov_head(hidden, before, state)
+        added, state = self.markov_head(hidden, previous, state)
         return unary.float() + added.float(), state
 
     @property
     def has_confidence(self) -> bool:
         return self.confidence_head is not None
 
-    def confidence(self, hidden, before, detached=False):
+    def confidence_logits(self, hidden, previous, detached=False):
         if not self.has_confidence:
-            return super().confidence(hidden, before)
-        e = self.markov_head.markov_w1(before) if self.markov_head else None
+            return super().confidence_logits(hidden, previous)
+        e = self.markov_head.markov_w1(previous) if self.markov_head else None
         if detached:
-            hidden, e = hidden.detach(), None if e is None else e.detach()
-        return self.confidence_head(hidden, e).expand(before.shape)
+            hidden = hidden.detach()
+            e = None if e is None else e.detach()
+        return self.confidence_head(hidden, e).expand(previous.shape)
 
 
 class DFlash2(AutoregressiveDrafter):
-    """DFlash with convolutions along the block, and a selector over each slot's best tokens."""
+    """DFlash with convolutions along the block, and a selector among each slot's candidates."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__(config, target)
         self.candidate_selector = CandidateSelector(config)
 
     def new_layer(self) -> DecoderLayer:
-        return ConvolvedLayer(self.config.layers, self.config)
+        return ConvolvedLayer(self.config)
 
-    def finished(self, unary: Tensor) -> Tensor:
-        """Unary logits as they count, once the candidates are chosen."""
-        cap, scaled = self.config.final_logit_softcapping, unary.float()
-        scaled = scaled * self.config.output_multiplier
-        scaled = cap * (scaled / cap).tanh() if cap else scaled
-        return scaled.masked_fill(unary.isneginf(), -torch.inf)  # not to be proposed, still
+    def candidates(self, unary: Tensor) -> Tensor:
+        """The top ids (…,W,k) of logits (…,W,V), taken before any scaling."""
+        return unary.detach().topk(self.config.selector_top_k, -1).indices
 
-    def step(self, unary, hidden, before, state=None, labels=None):
+    def scaled(self, unary: Tensor) -> Tensor:
+        """Unary logits times output_multiplier, softly capped."""
+        cap = self.config.final_logit_softcapping
+        logits = unary.float() * self.config.output_multiplier
+        logits = cap * (logits / cap).tanh() if cap else logits
+        return logits.masked_fill(unary.isneginf(), -torch.inf)  # tanh would make these finite
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """Logits without the selector: what the candidates are taken from."""
+        return self.scaled(self.unary_logits(hidden))
+
+    def slot_logits(self, unary, hidden, previous, state=None, labels=None):
         """A label that is no candidate takes the last one's place (in training only)."""
-        ids = unary.detach().topk(self.config.selector_top_k, -1).indices
-        ids = ids.expand(*before.shape, -1)  # (…, K, W, k)
+        ids = self.candidates(unary).expand(*previous.shape, -1)  # (…, K, W, k)
         if labels is not None:
-            there = (ids == labels[..., None]).any(-1)
-            last = torch.where(there, ids[..., -1], labels)
+            present = (ids == labels[..., None]).any(-1)
+            last = torch.where(present, ids[..., -1], labels)
             ids = torch.cat([ids[..., :-1], last[..., None]], -1)
-        unary, shape = unary.expand(*before.shape, -1), (*before.shape, unary.shape[-1])
-        scores = self.finished(unary.gather(-1, ids))  # (…, K, W, k)
-        scores = scores + self.candidate_selector(hidden, before, ids).float()
-        return scores.new_full(shape, -torch.inf).scatter(-1, ids, scores), None
+        V = unary.shape[-1]
+        unary = unary.expand(*previous.shape, -1)
+        scores = self.scaled(unary.gather(-1, ids))  # (…, K, W, k)
+        scores = scores + self.candidate_selector(hidden, previous, ids).float()
+        everywhere = scores.new_full((*previous.shape, V), -torch.inf)
+        return everywhere.scatter(-1, ids, scores), None
 
     @torch.no_grad()
-    def coverage(self, hidden, labels, valid) -> Tensor:
-        """The share of labels (…,W) that are among their slot's candidates."""
-        ids = self.unary(hidden).topk(self.config.selector_top_k, -1).indices
-        there = (ids == labels[..., None]).any(-1) & valid
-        return there.sum() / valid.sum().clamp(min=1)
+    def coverage(self, hidden: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        """The share of valid labels (…,W) that are among their slot's candidates."""
+        ids = self.candidates(self.unary_logits(hidden))
+        present = (ids == labels[..., None]).any(-1) & valid
+        return present.sum() / valid.sum().clamp(min=1)
 
 
 def drafter_class(config: DrafterConfig) -> type:
     return {"dflash": Drafter, "dspark": DSpark, "dflash2": DFlash2}[config.kind]
 
 
-def main():
-    target = Target.toy(num_hidden_layers=4, hidden_size=32, intermediate_size=64)
-    target.num_tokens = 258
+# ------------------------------------------------------------------------------------------- lesson
+
+
+def show_blocks(target: Target) -> None:
+    """Print what the blocks at two anchors see, and two branches drawn at each."""
     drafter = Drafter.fresh(target, block_size=4)
-    print(f"taps {drafter.config.target_layer_ids} of 4 layers")
     trunk = target.prefill(torch.arange(65, 75)[None], torch.tensor([10]))
     anchors = torch.tensor([[3, 6]])
     print("context x_0..x_9, blocks of 4 at anchors 3 and 6: [x_a, MASK, MASK, MASK]\n")
-    mask = block_view(anchors, 4, 10).mask[0, 0].int()
     print(" block slot position  sees: context    | block@3 block@6")
-    for n, row in enumerate(mask):
+    for n, row in enumerate(block_view(anchors, 4, 10).mask[0, 0].int()):
         cells = ["".join("·■"[v] for v in part) for part in (row[:10], row[10:14], row[14:])]
         position = 3 + 3 * (n // 4) + n % 4
-        seen = f"{cells[0]} | {cells[1]}    {cells[2]}"
-        print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {seen}")
+        shown = f"{cells[0]} | {cells[1]}    {cells[2]}"
+        print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {shown}")
     proposal = drafter.propose(trunk, anchors, 2, PLAIN, torch.Generator().manual_seed(0))
+    q = proposal.probs()
     print("\ntwo branches each, drawn from one q per slot (untrained: near uniform):")
     for a, anchor in enumerate(anchors[0].tolist()):
         for k in range(2):
             ids = proposal.tokens[0, a, k]
-            chance = proposal.probs()[0, a, k].gather(-1, ids[:, None])[:, 0]
-            shown = [round(c, 4) for c in chance.tolist()]
+            q_y = q[0, a, k].gather(-1, ids[:, None])[:, 0]
+            shown = [round(x, 4) for x in q_y.tolist()]
             print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {shown}")
+
+
+def show_heads(target: Target) -> None:
+    """Print the top tokens of one slot after two different tokens, for each kind of drafter."""
+    tokens = torch.arange(65, 75)[None]
+    trunk = target.prefill(tokens, torch.tensor([10]))
+    print("\ncontext x_0..x_6; slot 2 predicts position 8. Its likeliest tokens if y_1 was ...\n")
+    kinds = {
+        "DFlash": dict(block_size=4),
+        "DSpark": dict(block_size=3, architecture="Qwen3DSparkModel", markov_rank=8),
+        "DFlash 2": dict(block_size=4, architecture="DFlash2DraftModel", selector_rank=8),
+    }
+    for name, fields in kinds.items():
+        drafter = Drafter.fresh(target, **fields)
+        for parameter_name, parameter in drafter.named_parameters():
+            if parameter_name.endswith(("markov_w2.weight", "successor_codebook")):  # fresh: zero
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+        hidden = drafter.block(trunk, torch.tensor([[6]]))[:, :, None]  # (1, 1, 1, W, C)
+        for y_1 in (72, 101):
+            previous = torch.tensor([[[[int(tokens[0, 6]), y_1, 0]]]])
+            q = drafter.logits(hidden, previous)[0, 0, 0, 1].float().softmax(-1)
+            probs, ids = q.topk(3)
+            shown = ", ".join(f"{i}: {x:.4f}" for i, x in zip(ids.tolist(), probs.tolist()))
+            print(f"  {name:9s} y_1 = {y_1:3d}   {shown}")
+    print("\nDFlash's slots know nothing of one another; the others read the token before.")
+
+
+def main():
+    target = Target.toy(num_hidden_layers=4, hidden_size=32, intermediate_size=64)
+    target.num_tokens = 258
+    show_blocks(target)
+    show_heads(target)
 
 
 if __name__ == "__main__":
