@@ -1,316 +1,451 @@
-"""What is learned, from token-level imitation to the acceptance length itself, and by which
-optimizers.
+"""The losses: from imitating single tokens to the acceptance length itself.
 
-With p the target's and q the drafter's distribution at branch position k,
+p is the target's and q the drafter's distribution at position k of a branch.
 
-    alpha_k = sum_v min(p_k(v), q_k(v)) = 1 - TV(p_k, q_k)     a draft from q_k is accepted so often
-    E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b      end-to-end total variation
+    alpha_k = sum_v min(p_k(v), q_k(v)) = 1 - TV(p_k, q_k)     P(a draft from q_k is accepted)
+    E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b       (end-to-end, paper)
 
-A position counts only as far as everything before it survives, so an error at the first token costs
-the whole block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is exactly
-the expected acceptance length; in general it is a surrogate. `e2e_al` (beyond the paper) is the
-exact one, estimated without bias from the same samples. Every loss is a numerator over a
-denominator that needs no vocabulary, so a global batch may be split over chunks and processes and
-still give one gradient.
+A position counts only as far as everything before it survives. So an error at the first token
+costs the whole block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is
+exactly the expected acceptance length; in general it stands in for it. `e2e_al` (beyond the paper)
+is the exact one, estimated without bias from the same samples.
 
-    python loss.py              two blocks of equal cross-entropy, told apart by E2E-TV
+Every loss is a sum over branches, divided by a number that needs no vocabulary. So a global batch
+may be split over chunks and processes and still give one gradient. One table, TERMS, serves the
+plain losses below and the chunked form, which never holds all logits at once.
+
+A new loss is one function of `Branches` and one row of TERMS.
+
+    python loss.py              two drafters of equal cross-entropy, told apart by E2E-TV
     pytest tests/test_loss.py
 """
 
-import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
-LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
-TERMS = (*LOSSES, "early_tv", "confidence")  # the last two: DSpark's
-DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8}  # 0.1 CE + 0.9 sum |q - p|, beside the confidence
-# matrices that are looked up row by row, or have one row: nothing for Muon
-ROWS = ("embed", "lm_head", "markov_w", "codebook", "confidence_head")
-CHUNK_ELEMENTS = 2**24  # logits held at once by `chunked`: 64 MiB in float32, a few times over
+from drafter import Drafter, previous_tokens
+from target import Trunk
 
+CE_DECAY = 4.0  # gamma_0 of the position weights for W = 7; the papers take 7 for W = 15
+CHUNK_ELEMENTS = 2**24  # logits that exist at once in `chunked`: 64 MiB in float32, a few times
+DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8, "confidence": 1.0}  # 0.9 sum |q - p| = 1.8 TV
 
-def _ones(like: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(like) if mask is None else mask.to(like.dtype)
+# ------------------------------------------------------------------------------------- acceptance
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """alpha = sum_v min(p, q): (..., V), (..., V) -> (...). The chance that a draft from q is
-    accepted."""
+    """alpha = sum_v min(p, q), P(a draft from q is accepted): (..., V) -> (...)."""
     return torch.minimum(p, q).sum(-1)
 
 
 def survival(alpha: Tensor, mask: Tensor | None = None) -> Tensor:
     """prod_{i<=j} alpha_i along the last axis (..., W), 0 at positions outside the mask."""
-    return (alpha * _ones(alpha, mask)).cumprod(-1)
+    return (alpha * _as_valid(mask, alpha)).cumprod(-1)
 
 
 def expected_acceptance_length(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 + sum_j prod_{i<=j} alpha_i per branch: (..., W, V) -> (...), tokens per verification,
-    bonus included; exact for a p_k that does not depend on the drafted history (method:
-    position-only)."""
+    """1 + sum_j prod_{i<=j} alpha_i of each branch: (..., W, V) -> (...).
+
+    In tokens per verification, bonus included. Exact where p_k does not depend on the drafted
+    history.
+    """
     return 1 + survival(acceptance(p, q), mask).sum(-1)
 
 
+def position_weights(like: Tensor, decay: float) -> Tensor:
+    """exp(-(k-1)/decay) for positions k = 1..W of like (..., W) -> (W,)."""
+    W = like.shape[-1]
+    return torch.exp(-torch.arange(W, device=like.device, dtype=like.dtype) / decay)
+
+
+def _as_valid(mask: Tensor | None, like: Tensor) -> Tensor:
+    return torch.ones_like(like) if mask is None else mask.to(like.dtype)
+
+
+# ------------------------------------------------------------------ the losses, branch by branch
+
+
+@dataclass
+class Branches:
+    """Some branches, with what the losses need of them. Shapes broadcast against one another."""
+
+    valid: Tensor  # (..., W) 1.0 where a position counts, else 0.0
+    p: Tensor | None = None  # (..., W, V), without gradient
+    q: Tensor | None = None  # (..., W, V)
+    log_q: Tensor | None = None  # (..., W, V), of kl
+    log_q_plain: Tensor | None = None  # (..., W, V) at temperature 1, of ce
+    tokens: Tensor | None = None  # (..., W) labels of ce, drafts of e2e_al
+    alpha: Tensor | None = None  # (..., W)
+    confidence: Tensor | None = None  # (..., W) logits
+    decay: float = CE_DECAY
+
+    @property
+    def early_weights(self) -> Tensor:
+        """Weights (..., W) that fall with the position."""
+        return self.valid * position_weights(self.valid, self.decay)
+
+
+def _ce_sum(b: Branches) -> Tensor:
+    """-log q_k(label_k), early positions weigh more."""
+    log_q = b.log_q_plain.expand(*b.tokens.shape, -1)
+    nll = -log_q.gather(-1, b.tokens[..., None])[..., 0]
+    nll = torch.where(b.valid > 0, nll, 0.0)  # a label outside the mask may be one q never holds
+    return (nll * b.early_weights).sum(-1)
+
+
+def _tv_sum(b: Branches) -> Tensor:
+    """Total variation at each position."""
+    return ((1 - b.alpha) * b.valid).sum(-1)
+
+
+def _early_tv_sum(b: Branches) -> Tensor:
+    """The same, early positions weigh more."""
+    return ((1 - b.alpha) * b.early_weights).sum(-1)
+
+
+def _kl_sum(b: Branches) -> Tensor:
+    """Forward divergence KL(p || q) at each position, nats."""
+    cross = torch.where(b.log_q.isneginf(), 0.0, b.p * b.log_q)  # ids that q may never hold
+    return ((torch.special.xlogy(b.p, b.p) - cross).sum(-1) * b.valid).sum(-1)
+
+
+def _e2e_tv_sum(b: Branches) -> Tensor:
+    """1 - prod_{i<=j} alpha_i at each position j (paper: E2E-TV)."""
+    return (b.valid - survival(b.alpha, b.valid)).sum(-1)
+
+
+def _e2e_al_sum(b: Branches) -> Tensor:
+    """1 - w_j alpha_j at each position j, for branches whose tokens were DRAWN from q.
+
+    E[AL] - 1 = sum_j E_y[w_j alpha_j] with w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient
+    also has the share that comes through the drawing of the history:
+    alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i).
+    """
+    p, q = torch.broadcast_tensors(b.p, b.q)
+    alpha = acceptance(p, q) * b.valid
+    p_y = p.gather(-1, b.tokens[..., None])[..., 0]
+    q_y = q.gather(-1, b.tokens[..., None])[..., 0]
+    ratio = (p_y / q_y.detach().clamp(min=1e-30)).clamp(max=1)
+    score = torch.where(q_y.detach() < p_y, q_y.clamp(min=1e-30).log(), 0.0)
+    w = F.pad(ratio.cumprod(-1), (1, -1), value=1.0)  # a product over i < j
+    history = F.pad(score.cumsum(-1), (1, -1))  # a sum over i < j
+    drawn = alpha.detach() * (history - history.detach())  # value 0, gradient as above
+    return b.valid.sum(-1) - (w * (alpha + drawn)).sum(-1)
+
+
+def _confidence_sum(b: Branches) -> Tensor:
+    """Cross-entropy of the confidence with alpha as its label (DSpark)."""
+    label = b.alpha.detach().expand(b.confidence.shape).clamp(0, 1)
+    logits = b.confidence.float()
+    bce = F.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    return (bce * b.early_weights).sum(-1)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss: a sum of each branch, and what the sums are divided by."""
+
+    branch_sum: Callable[[Branches], Tensor]  # (..., W) -> (...)
+    early: bool = False  # divided by the sum of the early weights; else by the valid positions
+
+
+TERMS = {
+    "ce": Term(_ce_sum, early=True),
+    "tv": Term(_tv_sum),
+    "kl": Term(_kl_sum),
+    "e2e_tv": Term(_e2e_tv_sum),
+    "e2e_al": Term(_e2e_al_sum),
+    "early_tv": Term(_early_tv_sum, early=True),  # DSpark's mix alone has these two
+    "confidence": Term(_confidence_sum, early=True),
+}
+LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
+
+
+def denominator(name: str, mask: Tensor, decay: float = CE_DECAY) -> Tensor:
+    """What a loss's sum is divided by, from the mask (..., W) of valid positions alone.
+
+    Added up over processes before dividing, it makes many processes give the gradient of one.
+    """
+    valid = mask.float()
+    return (valid * position_weights(valid, decay) if TERMS[name].early else valid).sum()
+
+
+# -------------------------------------------------------------------- plain: all logits at once
+
+
+def _mean(name: str, b: Branches) -> Tensor:
+    weights = b.early_weights if TERMS[name].early else b.valid
+    least = 1e-12 if TERMS[name].early else 1
+    return TERMS[name].branch_sum(b).sum() / weights.sum().clamp(min=least)
+
+
 def e2e_tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
-    """E2E-TV (paper) over all branches: p, q (..., W, V), mask (..., W) of valid positions ->
-    scalar."""
+    """E2E-TV (paper) over all branches: p, q (..., W, V), mask (..., W) -> scalar."""
     alpha = acceptance(p.detach(), q)
-    return 1 - survival(alpha, mask).sum() / _ones(alpha, mask).sum().clamp(min=1)
+    return _mean("e2e_tv", Branches(_as_valid(mask, alpha), alpha=alpha))
+
+
+def e2e_al(p: Tensor, q: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 - (expected accepted drafts) / (valid positions), for tokens (..., W) drawn from q."""
+    valid = _as_valid(mask, p[..., 0])
+    return _mean("e2e_al", Branches(valid, p=p.detach(), q=q, tokens=tokens))
 
 
 def tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean total variation per valid position."""
     alpha = acceptance(p.detach(), q)
-    return 1 - (alpha * _ones(alpha, mask)).sum() / _ones(alpha, mask).sum().clamp(min=1)
+    return _mean("tv", Branches(_as_valid(mask, alpha), alpha=alpha))
 
 
 def kl(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean forward divergence KL(p || q) per valid position, nats."""
-    divergence = (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
-    return (divergence * _ones(divergence, mask)).sum() / _ones(divergence, mask).sum().clamp(min=1)
+    """Mean KL(p || q) per valid position, nats. Ids with q = 0 are left out."""
+    return _mean("kl", Branches(_as_valid(mask, p[..., 0]), p=p, log_q=q.log()))
 
 
-def ce(logits: Tensor, labels: Tensor, mask: Tensor | None = None, decay: float = 4.0) -> Tensor:
-    """-log q_k(label_k) weighted by exp(-(k-1)/decay), over the weights' sum (DFlash's offline
-    loss). logits (..., W, V), labels (..., W); decay (gamma_0): 4 for W = 7, 7 for W = 15."""
-    nll = -logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    weights = position_weights(labels.shape[-1], decay, nll) * _ones(nll, mask)
-    nll = torch.where(weights > 0, nll, 0.0)  # a masked label may be one that q never holds
-    return (nll * weights).sum() / weights.sum().clamp(min=1e-12)
+def ce(
+    logits: Tensor, labels: Tensor, mask: Tensor | None = None, decay: float = CE_DECAY
+) -> Tensor:
+    """-log q_k(label_k) weighted by exp(-(k-1)/decay), over the sum of weights (DFlash's offline
+    loss): logits (..., W, V), labels (..., W) -> scalar."""
+    log_q = logits.float().log_softmax(-1)
+    valid = _as_valid(mask, log_q[..., 0])
+    return _mean("ce", Branches(valid, log_q_plain=log_q, tokens=labels, decay=decay))
 
 
-def position_weights(W: int, decay: float, like: Tensor) -> Tensor:
-    return torch.exp(-torch.arange(W, device=like.device, dtype=like.dtype) / decay)
+# ------------------------------------------------ chunked: the same, without the whole vocabulary
 
 
-def e2e_al(p: Tensor, q: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - (expected accepted drafts) / valid positions, for branches whose tokens were DRAWN from
-    q.
+@dataclass
+class Rows:
+    """The branches of R anchors, from before the heads."""
 
-    E[AL] - 1 = sum_j E_y[w_j alpha_j], w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient
-    also has the share that comes through the drawing of the history, alpha_j sum_{i<j} 1[q_i < p_i]
-    grad log q_i(y_i). p, q (..., W, V), tokens (..., W), mask (..., W) -> scalar.
-    """
-    valid = _ones(p[..., 0], mask)
-    return 1 - _e2e_al_sum(p.detach(), q, tokens, valid).sum() / valid.sum().clamp(min=1)
+    q_hidden: Tensor  # (R, K or 1, W, C), with gradient
+    valid: Tensor  # (R, K, W)
+    tokens: Tensor | None = None  # (R, K, W) labels of ce, drafts of e2e_al
+    previous: Tensor | None = None  # (R, K, W) the token before each slot
+    p_hidden: Tensor | None = None  # (R, K, W, C)
 
-
-def _e2e_al_sum(p: Tensor, q: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-    """The sum over positions (..., W) -> (...), its value sum_j w_j alpha_j, its gradient as
-    above."""
-    alpha = acceptance(p, q) * valid
-    p_y, q_y = (t.gather(-1, tokens[..., None])[..., 0] for t in (p, q))
-    ratio = (p_y / q_y.detach().clamp(min=1e-30)).clamp(max=1)
-    score = torch.where(q_y.detach() < p_y, q_y.clamp(min=1e-30).log(), 0.0)
-    before = F.pad(ratio.cumprod(-1), (1, -1), value=1.0)  # w_j, a product over i < j
-    history = F.pad(score.cumsum(-1), (1, -1))  # sum over i < j
-    return (before * (alpha + alpha.detach() * (history - history.detach()))).sum(-1)
+    def part(self, start: int, stop: int) -> list:
+        """Some anchors' tensors. Contiguous, because a head would copy a view block by block."""
+        tensors = (getattr(self, f.name) for f in fields(self))
+        return [None if t is None else t[start:stop].contiguous() for t in tensors]
 
 
-# ----------------------------------------------------------------- the same, without the vocabulary
+@dataclass
+class Heads:
+    """What turns hidden states into logits."""
 
-
-def denominator(name: str, mask: Tensor, decay: float = 4.0, weight=None) -> Tensor:
-    """What a loss's numerator is divided by, from the mask (R, K, W) and the anchors' weight (R,)
-    alone: valid positions, or their weights. Summed over processes before dividing, it makes many
-    ranks give the gradient of one."""
-    valid = mask.float() if weight is None else mask * weight[:, None, None]
-    early = name in ("ce", "early_tv", "confidence")
-    return (valid * position_weights(mask.shape[-1], decay, valid) if early else valid).sum()
-
-
-def _numerator(name, logits, p, q, alpha, tokens, valid, temperature, decay, sure) -> Tensor:
-    """What the loss grows with, of each branch (...,); p, q and its logits broadcast to (..., W,
-    V), alpha and the logits of confidence `sure` to (..., W)."""
-    weights = valid * position_weights(valid.shape[-1], decay, valid)
-    if name == "ce":
-        logp = logits.float().log_softmax(-1)
-        nll = -logp.expand(*tokens.shape, -1).gather(-1, tokens[..., None])[..., 0]
-        nll = torch.where(valid > 0, nll, 0.0)  # a masked label may be one that q never holds
-        return (nll * weights).sum(-1)
-    if name == "tv":
-        return ((1 - alpha) * valid).sum(-1)
-    if name == "early_tv":
-        return ((1 - alpha) * weights).sum(-1)
-    if name == "confidence":
-        target = alpha.detach().expand(sure.shape).clamp(0, 1)
-        bce = F.binary_cross_entropy_with_logits(sure.float(), target, reduction="none")
-        return (bce * weights).sum(-1)
-    if name == "kl":
-        logq = (logits.float() / temperature).log_softmax(-1)
-        cross = torch.where(logq.isneginf(), 0.0, p * logq)  # ids the drafter may never propose
-        return ((torch.special.xlogy(p, p) - cross).sum(-1) * valid).sum(-1)
-    if name == "e2e_tv":
-        return (valid - survival(alpha, valid)).sum(-1)
-    return valid.sum(-1) - _e2e_al_sum(*torch.broadcast_tensors(p, q), tokens, valid)
+    q: Callable  # (q_hidden, previous, labels of ce or None) -> (..., W, V)
+    vocab_size: int
+    p: Callable | None = None  # p_hidden -> (..., W, V)
+    confidence: Callable | None = None  # (q_hidden, previous) -> (R, K, W)
 
 
 def chunked(
     terms: str | dict[str, float],
-    q_hidden: Tensor,
-    q_head,
-    mask: Tensor,
-    *,
-    p_hidden: Tensor | None = None,
-    p_head=None,
-    before: Tensor | None = None,
-    tokens: Tensor | None = None,
-    weight: Tensor | None = None,
-    confidence=None,
+    rows: Rows,
+    heads: Heads,
     temperature: float = 1.0,
-    decay: float = 4.0,
-    totals: dict[str, Tensor] | None = None,
-    rows: int | None = None,
+    decay: float = CE_DECAY,
+    denominators: dict[str, Tensor] | None = None,
+    anchors_per_chunk: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss, or a weighted sum of several, from hidden states and heads, vocabulary-sized work in
-    chunks of anchors.
+    """A loss, or a weighted sum of several ({name: weight}), with vocabulary-sized work in chunks
+    of anchors.
 
-    q_hidden (R, K or 1, W, C) with gradient; p_hidden (R, K, W, C); tokens (R, K, W): the labels of
-    "ce", the drafts of "e2e_al"; before (R, K, W): the token before each slot; mask (R, K, W) valid
-    positions; weight (R,) of an anchor's branches. q_head: (hidden, before, labels of "ce" or None)
-    -> logits, p_head: hidden -> logits, confidence: (hidden, before) -> logits (R, K, W). A term of
-    weight 0 costs nothing. `totals`: each term's `denominator`, of a batch that this may be a part
-    of; the value is then its share of the loss (the shares sum to it). `rows`: anchors per chunk,
-    by default as many as keep the logits within CHUNK_ELEMENTS. A chunk's logits are recomputed in
-    the backward pass, so at no time do those of two chunks exist. Returns the loss and figures,
-    sums over valid positions (of all anchors alike): alpha (W,), survival (W,), and how many
-    positions (W,) there are; empty for "ce" alone.
+    Logits of a chunk are computed again in the backward pass, so those of two chunks never exist
+    at the same time. denominators: of each term, if these rows are a part of a batch; the value is
+    then this part's share of the loss, and the shares add up to it. anchors_per_chunk: by default
+    as many as keep a chunk's logits within CHUNK_ELEMENTS. Returns the loss and figures, which are
+    sums over valid positions: alpha (W,), survival (W,), and how many positions (W,) there are;
+    empty for ce alone.
     """
     terms = {terms: 1.0} if isinstance(terms, str) else terms
-    terms = {name: share for name, share in terms.items() if share}
+    terms = {name: weight for name, weight in terms.items() if weight}  # weight 0 costs nothing
     for name in terms:
         if name not in TERMS:
             raise ValueError(f"--loss {name}: there is {', '.join(LOSSES)}")
-    (R, K, W), valid, needs_p = mask.shape, mask.float(), set(terms) != {"ce"}
-    if totals is None:
-        totals = {name: denominator(name, mask, decay, weight) for name in terms}
-    if rows is None:
-        V = q_head(
-            q_hidden[:1, :1, :1], *(None if t is None else t[:1, :1, :1] for t in (before, None))
-        ).shape[-1]
-        rows = max(1, CHUNK_ELEMENTS // (K * W * V))
+    if denominators is None:
+        denominators = {name: denominator(name, rows.valid, decay) for name in terms}
+    R, K, W = rows.valid.shape
+    if anchors_per_chunk is None:
+        anchors_per_chunk = max(1, CHUNK_ELEMENTS // (K * W * heads.vocab_size))
 
-    def part(q_part, p_part, before_part, tokens_part, valid_part, weight_part):
-        logits = q_head(q_part, before_part, tokens_part if "ce" in terms else None)
-        p = q = alpha = sure = None
-        if needs_p:
-            with torch.no_grad():
-                p = (p_head(p_part).float() / temperature).softmax(-1)
-            q = (logits.float() / temperature).softmax(-1)
-            alpha = acceptance(p, q)
-        if "confidence" in terms:
-            sure = confidence(q_part, before_part)
+    def chunk_loss(*tensors) -> tuple[Tensor, Tensor | None]:
+        b = _branches(terms, Rows(*tensors), heads, temperature, decay)
         value = 0.0
-        for name, share in terms.items():
-            each = _numerator(
-                name, logits, p, q, alpha, tokens_part, valid_part, temperature, decay, sure
-            )  # (R', K)
-            each = each if weight is None else each * weight_part[:, None]
-            value = value + share / totals[name].clamp(min=1e-12) * each.sum()
-        return value, None if alpha is None else alpha.detach()
+        for name, weight in terms.items():
+            total = TERMS[name].branch_sum(b).sum()
+            value = value + weight / denominators[name].clamp(min=1e-12) * total
+        return value, None if b.alpha is None else b.alpha.detach()
 
-    value, alphas = q_hidden.new_zeros((), dtype=torch.float32), []
-    for start in range(0, R, rows):
-        cut = [  # contiguous: a head takes a view's rows one block at a time
-            None if t is None else t[start : start + rows].contiguous()
-            for t in (q_hidden, p_hidden, before, tokens, valid, weight)
-        ]
-        piece, alpha = part(*cut) if rows >= R else checkpoint(part, *cut, use_reentrant=False)
-        value = value + piece
+    value = rows.q_hidden.new_zeros((), dtype=torch.float32)
+    alphas = []
+    for start in range(0, R, anchors_per_chunk):
+        part = rows.part(start, start + anchors_per_chunk)
+        if anchors_per_chunk >= R:
+            share, alpha = chunk_loss(*part)
+        else:
+            share, alpha = recomputed(chunk_loss, *part, use_reentrant=False)
+        value = value + share
         alphas.append(alpha)
-    if not needs_p:
+    if set(terms) == {"ce"}:
         return value, {}
-    alpha = torch.cat(alphas)
+    alpha = torch.cat(alphas)  # (R, K, W)
+    valid = rows.valid.float()
     sums = torch.stack([valid, alpha * valid, survival(alpha, valid)]).sum((1, 2))  # (3, W)
     return value, dict(zip(("positions", "alpha", "survival"), sums))
 
 
-# ----------------------------------------------------------------------------------- what learns it
+def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float) -> Branches:
+    """Run the heads on some rows, as far as the terms need them."""
+    b = Branches(rows.valid.float(), tokens=rows.tokens, decay=decay)
+    logits = heads.q(rows.q_hidden, rows.previous, rows.tokens if "ce" in terms else None)
+    if "ce" in terms:
+        b.log_q_plain = logits.float().log_softmax(-1)
+    if set(terms) != {"ce"}:
+        with torch.no_grad():
+            b.p = (heads.p(rows.p_hidden).float() / temperature).softmax(-1)
+        b.q = (logits.float() / temperature).softmax(-1)
+        b.alpha = acceptance(b.p, b.q)
+    if "kl" in terms:
+        b.log_q = (logits.float() / temperature).log_softmax(-1)
+    if "confidence" in terms:
+        b.confidence = heads.confidence(rows.q_hidden, rows.previous)
+    return b
 
 
-def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
-    """Muon for matrices, AdamW for those looked up by row (ROWS) and for vectors; AdamW alone with
-    matrix_lr 0."""
-    matrices, rest = [], []
-    for name, parameter in module.named_parameters():
-        is_matrix = parameter.dim() == 2 and not any(word in name for word in ROWS)
-        (matrices if is_matrix and matrix_lr else rest).append(parameter)
-    optimizers = (
-        [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else []
+# ------------------------------------------------------------------ what one training step learns
+
+
+@dataclass
+class Blocks:
+    """Blocks along B texts and what the target said of them: all that a step learns from.
+
+    They are the text itself behind its anchors, the branches of a proposal tree, or the rounds of
+    a decoding (then K = 1, and A is the largest number of rounds).
+    """
+
+    trunk: Trunk  # tokens, lengths and taps, nothing else
+    anchors: Tensor  # (B, A), -1 = absent
+    tokens: Tensor  # (B, A, K, W)
+    valid: Tensor  # (B, A, K, W) positions that count
+    p_hidden: Tensor | None  # (B, A, K, W, C) the target's, gives p_1..p_W; None: not needed
+    hidden: Tensor | None = None  # (B, A, 1, W, C) of the pass that drafted; None: run it again
+    counts: dict = field(default_factory=dict)  # of the tree: nodes, and nodes without merging
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised on blocks."""
+
+    terms: dict[str, float]  # {name in TERMS: weight}
+    base_ce: bool = False  # also CE of DFlash 2's logits before its selector (offline)
+    temperature: float = 1.0  # of p and q
+    decay: float = CE_DECAY
+    detach_confidence: bool = False  # its loss teaches the confidence head alone
+    bfloat16: bool = False  # the drafter's arithmetic; weights and gradients stay float32
+
+    @property
+    def needs_p(self) -> bool:
+        return set(self.terms) != {"ce"}
+
+    def autocast(self, device: torch.device):
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16)
+
+    def denominators(self, blocks: Blocks) -> dict[str, Tensor]:
+        return {name: denominator(name, blocks.valid, self.decay) for name in self.terms}
+
+
+def step_loss(
+    drafter: Drafter, blocks: Blocks, objective: Objective, denominators: dict | None = None
+) -> tuple[Tensor, dict]:
+    """The share of the loss that these blocks have, and figures that add up over parts and
+    processes. denominators: of the whole batch; by default the blocks are all of it."""
+    trunk = blocks.trunk
+    device = trunk.tokens.device
+
+    def in_its_arithmetic(function):
+        def run(*args):
+            with objective.autocast(device):
+                return function(*args)
+
+        return run
+
+    hidden = blocks.hidden
+    if hidden is None:
+        with objective.autocast(device):
+            hidden = drafter.block(trunk, blocks.anchors)[:, :, None]  # (B, A, 1, W, C)
+    first = trunk.tokens.gather(1, blocks.anchors.clamp(min=0))  # (B, A)
+    previous = previous_tokens(first, blocks.tokens)
+    p_hidden = blocks.p_hidden
+    rows = Rows(
+        hidden.flatten(0, 1),
+        blocks.valid.flatten(0, 1),
+        blocks.tokens.flatten(0, 1),
+        previous.flatten(0, 1),
+        None if p_hidden is None else p_hidden.flatten(0, 1),
     )
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, momentum=0.95))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["full_lr"] = group["lr"]
-    return optimizers
+    V = drafter.config.layers.vocab_size
+    confidence = partial(drafter.confidence_logits, detached=objective.detach_confidence)
+    heads = Heads(
+        in_its_arithmetic(drafter.logits), V, drafter.target.head, in_its_arithmetic(confidence)
+    )
+    how = (objective.temperature, objective.decay, denominators)
+    value, figures = chunked(objective.terms, rows, heads, *how)
+    if objective.base_ce:
+        base = in_its_arithmetic(lambda hidden, previous, labels: drafter.base_logits(hidden))
+        value = value + chunked("ce", rows, Heads(base, V), *how)[0]
+        figures |= _coverage(drafter, hidden, blocks)
+    figures |= blocks.counts | {"supervised": blocks.valid.sum()}
+    num_slots = trunk.tokens.numel()
+    return value, figures | {"slots": num_slots, "padding": num_slots - trunk.lengths.sum()}
 
 
-class KeepFloat32(TorchFunctionMode):
-    """Leaves tensors alone that ask for bfloat16. torch's Muon orthogonalises in it, which a CPU
-    without such units does several times slower than in float32."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return args[0].float() if function is Tensor.bfloat16 else function(*args, **(kwargs or {}))
-
-
-def update(optimizers: list) -> None:
-    """One step of each optimizer; gradients are gone afterwards."""
-    for optimizer in optimizers:
-        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
-        with KeepFloat32() if on_cpu else contextlib.nullcontext():
-            optimizer.step()
-        optimizer.zero_grad()
+def _coverage(drafter, hidden: Tensor, blocks: Blocks) -> dict:
+    """How many labels are among DFlash 2's candidates: of one text in the middle of the batch, and
+    of no more anchors than fit a chunk."""
+    V = drafter.config.layers.vocab_size
+    num_anchors = max(1, CHUNK_ELEMENTS // (hidden.shape[3] * V))
+    some = (len(hidden) // 2, slice(num_anchors))
+    num_labels = blocks.valid[some].sum()
+    share = drafter.coverage(hidden[some], blocks.tokens[some], blocks.valid[some])
+    return {"candidates": share * num_labels, "labels": num_labels}
 
 
-def set_rate(optimizers: list, step: int, steps: int, warmup: int, cooldown: float) -> None:
-    """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of the
-    steps."""
-    left = (steps - step) / max(1.0, cooldown * steps)
-    share = min((step + 1) / max(1, warmup), 1.0, 0.1 + 0.9 * left)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["full_lr"] * share
+# ------------------------------------------------------------------------------------------- lesson
 
 
 def main():
-    W, V = 4, 8
+    W = 4
+    V = 8
     p = torch.full((W, V), 0.1 / (V - 1))
     p[:, 0] = 0.9  # the target wants token 0 everywhere
+    labels = torch.zeros(W, dtype=torch.long)
     print(f"A block of {W}: the target puts 0.9 on one token. Two drafters, each wrong once.\n")
-    print(
-        f"{'wrong at':>9} {'CE':>7} {'mean TV':>8} {'E2E-TV':>8} {'E[AL]':>7}   alpha_1..alpha_{W}"
-    )
+    print(f" wrong at      CE  mean TV   E2E-TV   E[AL]   alpha_1..alpha_{W}")
     for wrong in (0, W - 1):
         q = p.clone()
         q[wrong] = q[wrong].roll(1)
-        labels = torch.zeros(W, dtype=torch.long)
-        values = [
-            ce(q.log(), labels, decay=1e9),
-            tv(p, q),
-            e2e_tv(p, q),
-            expected_acceptance_length(p, q),
-        ]
+        values = (ce(q.log(), labels, decay=1e9), tv(p, q), e2e_tv(p, q))
+        numbers = "{:7.3f} {:8.3f} {:8.3f}".format(*values)
+        length = expected_acceptance_length(p, q)
         alphas = " ".join(f"{a:.2f}" for a in acceptance(p, q).tolist())
-        figures = "{:7.3f} {:8.3f} {:8.3f} {:7.2f}".format(*values)
-        print(f"{wrong + 1:>9} {figures}   {alphas}")
-    print(
-        "\nCE and mean TV see the same error; E2E-TV sees that the first one costs the whole block."
-    )
+        print(f"{wrong + 1:>9} {numbers} {length:7.2f}   {alphas}")
+    print("\nCE and mean TV see equal errors. E2E-TV sees that the first costs the whole block.")
     logits = p.roll(1, -1).log().requires_grad_()
     q = logits.softmax(-1)
+    losses = {"CE": ce(logits, labels, decay=1e9), "mean TV": tv(p, q), "E2E-TV": e2e_tv(p, q)}
     print("\nGradient at the logits of a drafter wrong everywhere (why training starts with CE):")
-    for name, loss in (
-        ("CE", ce(logits, labels, decay=1e9)),
-        ("mean TV", tv(p, q)),
-        ("E2E-TV", e2e_tv(p, q)),
-    ):
-        (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        print(f"  {name:8s} {grad.norm():.4f}")
+    for name, value in losses.items():
+        (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
+        print(f"  {name:8s} {gradient.norm():.4f}")
 
 
 if __name__ == "__main__":
