@@ -1,319 +1,422 @@
-"""The decoding loop: draft, verify, commit.
+"""Speculative decoding: draft, score, verify, commit, until every text has ended.
 
 1. The last committed token is the anchor. The drafter proposes y_1..y_W after it in one pass.
-2. The target scores the chain anchor, y_1..y_W in one pass: p_1..p_{W+1}. (The same tree as in
-   training.)
-3. y_k is accepted with probability min(1, p_k(y_k) / q_k(y_k)); at the first rejection a token is
+2. The target scores the chain anchor, y_1..y_W in one pass: p_1..p_{W+1}. It is the tree of
+   training, with one branch.
+3. y_k is accepted with probability min(1, p_k(y_k) / q_k(y_k)). At the first rejection a token is
    drawn from the residual (p - q)+, normalised; if all are accepted, a bonus token from p_{W+1}.
-4. The accepted path becomes trunk, the new token the next anchor. Text is distributed exactly as
-   the target's.
+4. The accepted path joins the trunk, and the new token is the next anchor.
 
-At temperature 0, p and q are one-hot and this reads: accept while y_k is the target's argmax. Plain
-decoding is the same loop with W = 0. Acceptance length (AL) = tokens committed per verification,
-bonus included; the token that prefill commits is not counted, a round counts up to its stop token,
-max_new_tokens cuts the text only.
+The text has exactly the target's distribution. At temperature 0, p and q are one-hot, and this
+reads: accept while y_k is the target's argmax. Plain decoding is the same loop with W = 0.
 
+Acceptance length (AL) = tokens committed per verification, the bonus or corrected token included.
+The token that prefill commits is not counted. A round counts up to its stop token; max_new_tokens
+cuts the text, not the count.
+
+    python serve.py              a lesson: two rounds with all their numbers
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
-    python serve.py --target FOLDER --drafter FOLDER --eval math.jsonl code.jsonl     AL by task
     pytest tests/test_serve.py
 """
 
-import dataclasses
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from drafter import Drafter, Sampling, draw
-from support import data, files
-from target import Target
-from tree import build_tree, gather_slots
+from drafter import GREEDY, PLAIN, Drafter, Sampling, draw
+from hf import load_tokenizer
+from hf.chat import first_turn, read_prompts
+from support.cpu import for_cpu
+from support.flags import DTYPES, dtype_of, flag, parse_flags, run_command
+from target import Scored, Target
+from tree import ProposalTree, build_tree, gather_slots
 
 
 @dataclass
 class Result:
     """What one prompt got."""
 
-    # new tokens; a stop token that ended the text is the last
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # new ones, a stop token included
     drafted: list[bool] = field(default_factory=list)  # was this token an accepted draft?
     finish_reason: str = ""  # "stop" or "length"
     num_rounds: int = 0  # verifications by the target; prefill is none
-    num_committed: int = 0  # tokens these rounds committed
-    num_nodes: int = 0  # tokens these rounds verified, the anchors among them, no padding
-    accepted: list[int] = field(default_factory=list)  # accepted drafts of each round, up to a stop
+    num_committed: int = 0  # tokens that these rounds committed
+    num_nodes: int = 0  # tokens that these rounds scored, anchors included, padding not
+    accepted: list[int] = field(default_factory=list)  # accepted drafts of each round
 
     @property
     def acceptance_length(self) -> float:
         return self.num_committed / self.num_rounds if self.num_rounds else float("nan")
 
+    def append(self, accepted: list[int], token: int, options: "Options") -> None:
+        """Add a round's accepted drafts and the target's own token, up to a stop token."""
+        if token < 0:
+            raise ValueError("the target's logits are NaN (an overflow?): try --dtype float32")
+        new = [*accepted, token]
+        drafted = [True] * len(accepted) + [False]
+        stop = next((i for i, t in enumerate(new) if t in options.stop_ids), None)
+        if stop is not None:
+            new = new[: stop + 1]
+            drafted = drafted[: stop + 1]
+        if self.num_rounds:  # not the token of the prefill
+            self.num_committed += len(new)
+            self.accepted.append(sum(drafted))
+        space = options.max_new_tokens - len(self.tokens)
+        self.tokens += new[:space]
+        self.drafted += drafted[:space]
+        if stop is not None and stop < space:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == options.max_new_tokens:
+            self.finish_reason = "length"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How prompts are continued. `generate` names the first four; the others are its keywords."""
+
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    stop_ids: frozenset = frozenset()
+    batch_size: int = 32  # prompts decoded at once
+    draft_length: int = 0  # drafts verified per round; 0: all that the drafter proposes
+    draft_sampling: Sampling | None = None  # how drafts are drawn; None: as `sampling` says
+    # confidence logits (B, W) -> how many drafts of each row are verified (B,). This costs a second
+    # synchronisation with the host per round, because it decides how much is run.
+    choose: Callable | None = None
+    watch: object = None  # is told of the prefill and of every round, see train.Recorder
+    prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
+    progress: str = ""  # title of a progress bar
+
+    def check(self, target: Target, drafter: Drafter | None, prompts: list[list[int]]) -> None:
+        """Name what cannot be decoded."""
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
+        if self.draft_length < 0:
+            raise ValueError(f"draft_length is {self.draft_length}: 0 is all, else at least 1")
+        if self.sampling.temperature == 0 and self.draft_sampling not in (None, GREEDY):
+            raise ValueError("at temperature 0 drafts are greedy too: leave draft_sampling out")
+        if self.choose and not (drafter and drafter.has_confidence):
+            raise ValueError("choosing by confidence needs a drafter with a confidence head")
+        limit = target.config.max_position_embeddings
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {number} is empty: at least one token is needed")
+            if len(prompt) + self.max_new_tokens > limit:
+                raise ValueError(
+                    f"prompt {number} has {len(prompt)} tokens; with {self.max_new_tokens} new "
+                    f"ones it exceeds the target's maximum length {limit}"
+                )
+
+
+# ------------------------------------------------------------------------------------- verification
+
 
 def accept(p_y: Tensor, q_y: Tensor, uniforms: Tensor) -> Tensor:
-    """True with probability min(1, p(y)/q(y)); q(y) > 0, since y was drawn from q."""
+    """True with probability min(1, p(y)/q(y)); q(y) > 0, because y was drawn from q."""
     return uniforms * q_y < p_y
 
 
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+, not normalised: (..., V). If it is zero everywhere, p."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
 def verify(
-    logits: Tensor, drafts: Tensor, q, sampling: Sampling, uniforms
+    logits: Tensor, drafts: Tensor, q: Tensor | None, sampling: Sampling, uniforms: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
-    logits (B,W+1,V) of the target, drafts (B,W), -1 behind the last that is to be judged, q (B,W,V)
-    what they were drawn from, uniforms (B,W+1) -> number accepted (B,), the next token (B,), -1
-    where the logits are NaN. At temperature 0, q and uniforms are not looked at: a draft is right
-    or wrong.
+    logits (B,W+1,V) of the target, drafts (B,W), -1 behind the last one to be judged, q (B,W,V)
+    what they were drawn from, uniforms (B,W+1): W acceptances and one token. Returns the number
+    accepted (B,) and the next token (B,), -1 where the logits are NaN. At temperature 0, q and
+    uniforms are not read: a draft is the argmax or it is not.
     """
-    rows = torch.arange(len(drafts), device=drafts.device)
-    count, token = _judged(logits, drafts, q, sampling, uniforms, rows)
-    return count, torch.where(logits[rows, count].isnan().any(-1), -1, token)
-
-
-def _judged(logits, drafts, q, sampling: Sampling, uniforms, rows: Tensor):
     W = drafts.shape[1]
+    rows = torch.arange(len(drafts), device=drafts.device)
     if sampling.temperature == 0:
         best = logits.argmax(-1)  # (B, W+1)
-        count = (drafts == best[:, :W]).cumprod(1).sum(1)
-        return count, best[rows, count]
-    p = sampling.probs(logits)  # (B, W+1, V)
-    if W == 0:
-        return torch.zeros_like(rows), draw(p[:, 0], uniforms[:, :1])[:, 0]
-    there = drafts >= 0
-    p_y, q_y = (t[:, :W].gather(2, drafts.clamp(min=0)[..., None])[..., 0] for t in (p, q))
-    count = accept(p_y * there, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
-    p_next = p[rows, count]  # (B, V)
-    # nothing to subtract where no draft was rejected
-    q_next = q[rows, count.clamp(max=W - 1)] * (count < there.sum(1))[:, None]
-    residual = (p_next - q_next).clamp(min=0)
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
-    return count, draw(residual, uniforms[:, W:])[:, 0]
+        num_accepted = (drafts == best[:, :W]).cumprod(1).sum(1)
+        token = best[rows, num_accepted]
+    elif W == 0:
+        num_accepted = torch.zeros_like(rows)
+        token = draw(sampling.probs(logits)[:, 0], uniforms)[:, 0]
+    else:
+        p = sampling.probs(logits)  # (B, W+1, V)
+        judged = drafts >= 0
+        index = drafts.clamp(min=0)[..., None]
+        p_y = p[:, :W].gather(2, index)[..., 0] * judged  # behind the last: never accepted
+        q_y = q.gather(2, index)[..., 0]
+        num_accepted = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
+        was_rejected = num_accepted < judged.sum(1)  # else nothing is subtracted
+        q_next = q[rows, num_accepted.clamp(max=W - 1)] * was_rejected[:, None]
+        token = draw(residual(p[rows, num_accepted], q_next), uniforms[:, W:])[:, 0]
+    is_nan = logits[rows, num_accepted].isnan().any(-1)
+    return num_accepted, torch.where(is_nan, -1, token)
 
 
+# ----------------------------------------------------------------------------------------- decoding
+
+
+class Batch:
+    """Prompts that are decoded together. Rows whose text has ended leave it."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompts: list[list[int]],
+        prompt_ids: list[int],
+        options: Options,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.options = options
+        self.sampling = options.sampling
+        self.W = drafter.config.num_draft_tokens if drafter else 0
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.results = [Result() for _ in prompts]
+        self.alive = list(range(len(prompts)))  # number in the batch of each row
+        self.noise = self._noise(prompt_ids)
+        self.num_rounds = 0
+        self._prefill(prompts)
+
+    def _noise(self, prompt_ids: list[int]) -> Tensor | None:
+        """Uniforms (B, max_new_tokens, 2W+1): of round r W drafts, W acceptances, one token.
+
+        They depend on the seed and on the prompt's number alone, not on the batch.
+        """
+        if self.sampling.temperature == 0:
+            return None
+        shape = (self.options.max_new_tokens, 2 * self.W + 1)
+        noise = []
+        for number in prompt_ids:
+            seed = (self.options.seed * 1_000_003 + number) % (2**63 - 1)
+            noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
+        return torch.stack(noise).to(self.target.lm_head.weight.device)
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        """Run the prompts, and commit the first token of each."""
+        device = self.target.lm_head.weight.device
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        lengths = torch.tensor(self.prompt_lengths, device=device)
+        taps = self.drafter.config.target_layer_ids if self.drafter else ()
+        most = self.options.max_new_tokens
+        room = most + 2 * (self.W + 1)
+        self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
+        self.memory = None
+        if self.drafter:
+            self.memory = self.drafter.remember(self.trunk, most + 3 * (self.W + 1), bounded=True)
+        last = gather_slots(self.trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
+        uniforms = None if self.noise is None else self.noise[:, 0, -1:]
+        no_drafts = lengths.new_zeros(len(prompts), 0)
+        _, self.anchor = verify(self.target.head(last), no_drafts, None, self.sampling, uniforms)
+        if self.options.watch:
+            self.options.watch.start(self.trunk)
+        self.trunk.hidden = None  # from here on nobody reads them
+        self.trunk.taps = None
+        for result, token in zip(self.results, self.anchor.tolist()):
+            result.append([], token, self.options)
+        self._keep_unfinished()
+
+    def round(self) -> None:
+        """One round of the algorithm at the top of this file, for every row."""
+        self.num_rounds += 1
+        drafts, q = self.draft()
+        tree, scored = self.score(drafts)
+        num_accepted, token = self.verify(drafts, q, scored)
+        self.commit(drafts, tree, scored, num_accepted, token)
+        self.retire(drafts, tree, num_accepted)
+
+    def draft(self) -> tuple[Tensor, Tensor | None]:
+        """1. Drafts (B,n) after the anchors, and what they were drawn from (B,n,V)."""
+        positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
+        self.trunk.tokens.scatter_(1, positions, self.anchor[:, None])
+        if not self.drafter:
+            return self.anchor.new_zeros(len(self.alive), 0), None
+        self.memory.width = self.trunk.width
+        is_drawn = self.sampling.temperature > 0
+        uniforms = None
+        if is_drawn:
+            uniforms = self.noise[:, self.num_rounds, : self.W].view(-1, 1, 1, self.W)
+        proposal = self.drafter.propose(
+            self.trunk,
+            positions,
+            sampling=self.options.draft_sampling or self.sampling,
+            uniforms=uniforms,
+            memory=self.memory,
+            keep_probs=is_drawn,
+        )
+        n = min(self.options.draft_length or self.W, self.W)
+        drafts = proposal.tokens[:, 0, 0, :n]  # (B, n)
+        if self.options.choose:
+            logits = self.drafter.confidence_logits(proposal.hidden, proposal.previous)
+            counts = self.options.choose(logits[:, 0, 0]).clamp(max=n)[:, None]  # (B, 1)
+            n = int(counts.max())
+            number = torch.arange(n, device=drafts.device)
+            drafts = torch.where(number < counts, drafts[:, :n], -1)
+        return drafts, proposal.q_probs[:, 0, 0, :n] if is_drawn else None
+
+    def score(self, drafts: Tensor) -> tuple[ProposalTree, Scored]:
+        """2. One pass of the target over the chain of anchor and drafts (B,n)."""
+        trunk = self.trunk
+        tree = build_tree(
+            trunk.tokens[:, : trunk.width + 1],
+            trunk.lengths,
+            trunk.lengths[:, None],
+            drafts[:, None, None],
+            merge=False,
+            include_anchor=True,
+        )
+        return tree, self.target.score(trunk, tree)
+
+    def verify(self, drafts: Tensor, q: Tensor | None, scored: Scored) -> tuple[Tensor, Tensor]:
+        """3. How many drafts are accepted (B,), and the target's own next token (B,)."""
+        logits = self.target.head(scored.hidden[:, 0, 0])  # (B, n+1, V)
+        uniforms = None
+        if self.noise is not None:
+            noise = self.noise[:, self.num_rounds]  # (B, 2W+1)
+            acceptances = noise[:, self.W : self.W + drafts.shape[1]]
+            uniforms = torch.cat([acceptances, noise[:, -1:]], 1)
+        return verify(logits, drafts, q, self.sampling, uniforms)
+
+    def commit(self, drafts, tree, scored, num_accepted: Tensor, token: Tensor) -> None:
+        """4. The accepted path joins the trunk and the drafter's memory."""
+        positions = self.trunk.lengths
+        number = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        nodes = tree.slots[:, 0, 0] - tree.num_trunk_slots  # (B, n+1)
+        path = torch.where(number <= num_accepted[:, None], nodes, -1)
+        if self.options.watch:
+            self.options.watch.round(self.alive, positions, drafts, scored, path)
+        self.trunk = self.target.commit(self.trunk, tree, scored, path)
+        if self.drafter:
+            taps = gather_slots(scored.taps, path.clamp(min=0))
+            self.memory = self.drafter.extend(self.memory, taps, positions)
+        self.anchor = token
+
+    def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> None:
+        """Tell the results, and let rows go whose text has ended."""
+        num_nodes = tree.valid.sum(1, keepdim=True)
+        report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
+        # the round's one synchronisation with the host, but for a table that is kept there
+        for number, (count, nodes, *ids) in zip(self.alive, report.tolist()):
+            result = self.results[number]
+            result.num_rounds += 1
+            result.num_nodes += nodes
+            result.append(ids[:count], ids[-1], self.options)
+        self._keep_unfinished()
+
+    def _keep_unfinished(self) -> None:
+        going = [i for i, n in enumerate(self.alive) if not self.results[n].finish_reason]
+        if len(going) < len(self.alive):
+            self.alive = [self.alive[i] for i in going]
+            rows = torch.tensor(going, dtype=torch.long, device=self.anchor.device)
+            self.trunk = self.trunk.select(rows)
+            self.memory = None if self.memory is None else self.memory.select(rows)
+            self.anchor = self.anchor[rows]
+            self.noise = None if self.noise is None else self.noise[rows]
+        lengths = [self.prompt_lengths[n] + len(self.results[n].tokens) - 1 for n in self.alive]
+        self.trunk.width = max(lengths, default=0)
+
+
+@torch.inference_mode()
 def generate(
     target: Target,
     drafter: Drafter | None,
     prompts: list[list[int]],
     max_new_tokens: int,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     seed: int = 0,
     stop_ids=(),
-    top_k: int = 0,
-    top_p: float = 1.0,
-    draft_temperature: float | None = None,
-    batch_size: int = 32,
-    progress: str = "",
-    num_branches: int = 1,
-    draft_length: int = 0,
-    choose=None,
-    watch=None,
-    places=None,
+    **options,
 ) -> list[Result]:
-    """Continue every prompt (token ids); drafter=None is plain decoding.
+    """Continue every prompt (token ids). drafter=None is plain decoding; `options`: see Options.
 
-    num_branches: chains drafted per round, one the argmax, the others drawn at temperature 1,
-    scored as one tree; the longest accepted one wins. At temperature 0 only. draft_length: drafts
-    verified of each chain, 0: all that the drafter proposes. choose: from the drafter's confidence
-    logits (B,W) to how many drafts of each row are verified (B,), see confidence.py; costs a round
-    one more synchronisation with the host, since it decides how much is run; a rule that looks at
-    the whole batch makes a prompt's text depend on it. watch: is told of the prefill and of every
-    round, see rollout.py. places: of the prompts in a larger set that these are a part of.
-
-    draft_temperature: what drafts are drawn at, by default the temperature; 0 drafts the argmax,
-    whose q is one-hot. A prompt's text depends on seed and its place in `prompts`, not on the batch
-    it runs in.
+    A prompt's text depends on the seed and on its number in `prompts`, not on the batch it runs in
+    (unless `choose` looks at the whole batch).
     """
-    sampling = Sampling(temperature, top_k, top_p)
-    draft = sampling if draft_temperature is None else Sampling(draft_temperature, top_k, top_p)
-    if temperature == 0 and draft.temperature > 0:
-        raise ValueError("at temperature 0 drafts are greedy too: leave draft_temperature out")
-    numbers = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    for name, value in (numbers | {"num_branches": num_branches}).items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, at least 1 is needed")
-    if choose and not (drafter and drafter.has_confidence and num_branches == 1):
-        raise ValueError("choosing by confidence needs a drafter with a confidence head, one chain")
-    if draft_length < 0:
-        raise ValueError(f"draft_length is {draft_length}: 0 is all, else at least 1")
-    if num_branches > 1 and (temperature > 0 or not drafter):
-        raise ValueError("num_branches above 1 needs a drafter and temperature 0")
-    if num_branches > 1:
-        draft = Sampling(1.0)
-    limit = target.config.max_position_embeddings
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {number} is empty: at least one token is needed")
-        if len(prompt) + max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
-                f"exceeds the target's maximum length {limit}"
-            )
-    places = list(range(len(prompts)) if places is None else places)
-    results = [Result() for _ in prompts]
-    bar = tqdm(total=len(prompts), desc=progress, unit="prompt", disable=not progress, leave=False)
-    for start in range(0, len(prompts), batch_size):
-        part = slice(start, start + batch_size)
-        _generate_batch(
-            target,
-            drafter,
-            prompts[part],
-            results[part],
-            places[part],
-            max_new_tokens,
-            sampling,
-            draft,
-            seed,
-            set(stop_ids),
-            bar,
-            num_branches,
-            draft_length,
-            choose,
-            watch,
-        )
-    bar.close()
+    options = Options(max_new_tokens, sampling, seed, frozenset(stop_ids), **options)
+    options.check(target, drafter, prompts)
+    prompt_ids = options.prompt_ids or list(range(len(prompts)))
+    results = []
+    quiet = not options.progress
+    with tqdm(total=len(prompts), desc=options.progress, disable=quiet, leave=False) as bar:
+        for start in range(0, len(prompts), options.batch_size):
+            part = slice(start, start + options.batch_size)
+            batch = Batch(target, drafter, prompts[part], prompt_ids[part], options)
+            while batch.alive:
+                num_alive = len(batch.alive)
+                batch.round()
+                bar.update(num_alive - len(batch.alive))
+            results += batch.results
+            bar.n = len(results)
+            bar.refresh()
     return results
 
 
-@torch.inference_mode()
-def _generate_batch(
-    target,
-    drafter,
-    prompts,
-    results,
-    places,
-    max_new,
-    sampling,
-    draft,
-    seed,
-    stop,
-    bar,
-    K,
-    draft_length,
-    choose,
-    watch,
-):
-    device = target.lm_head.weight.device
-    W = drafter.config.num_draft_tokens if drafter else 0
-    most = n = min(draft_length or W, W)  # of which so many are verified
-    noise = None
-    # round r of a prompt takes noise[r]: K * W drafts, W acceptances, one token
-    if sampling.temperature > 0 or K > 1:
-        seeds = ((seed * 1_000_003 + place) % (2**63 - 1) for place in places)
-        generators = [torch.Generator().manual_seed(s) for s in seeds]
-        noise = torch.stack([torch.rand(max_new, (K + 1) * W + 1, generator=g) for g in generators])
-        noise = noise.to(device)
-
-    # prefill, and the first token
-    rows = [torch.tensor(p) for p in prompts]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    taps = drafter.config.target_layer_ids if drafter else ()
-    trunk = target.prefill(tokens, lengths, max_new + (K + 1) * (W + 1), taps, checkpoint_every=0)
-    room = max_new + 3 * (W + 1)
-    memory = drafter.remember(trunk, room, bounded=True) if drafter else None
-    last = gather_slots(trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
-    empty = lengths.new_zeros(len(prompts), 0)
-    first_noise = None if noise is None else noise[:, 0, -1:]
-    _, anchor = verify(target.head(last), empty, None, sampling, first_noise)
-    if watch:
-        watch.start(trunk)
-    trunk.hidden = trunk.taps = None  # from here on nobody reads them
-    pairs = zip(results, anchor.tolist())
-    alive = [i for i, (r, new) in enumerate(pairs) if _take(r, [new], [False], max_new, stop)]
-    bar.update(len(results) - len(alive))
-    if len(alive) < len(results):
-        trunk, memory, anchor, noise = _select(alive, trunk, memory, anchor, noise)
-
-    chain, rows = torch.arange(n + 1, device=device), torch.arange(len(prompts), device=device)
-    round_number = 0
-    while alive:
-        round_number += 1
-        u = None if noise is None else noise[:, round_number]  # (B, (K+1)W+1)
-        # 1. draft
-        at_anchor = trunk.lengths[:, None]  # (B, 1) the anchor's position, not yet run
-        trunk.tokens.scatter_(1, at_anchor, anchor[:, None])
-        q, drafts = None, anchor.new_zeros(len(alive), 1, 1, 0)
-        if drafter:
-            memory.width = trunk.width
-            u_draft = None if u is None else u[:, : K * W].view(-1, 1, K, W)
-            proposal = drafter.propose(
-                trunk, at_anchor, K, draft, u_draft, memory, sampling.temperature > 0, int(K > 1)
-            )
-            drafts, q = proposal.tokens[..., :most], proposal.q_probs
-            if choose:  # each row's own, the others -1; no more columns than the longest needs
-                sure = drafter.confidence(proposal.hidden, proposal.before)[:, 0, 0]  # (B, W)
-                keep = choose(sure).clamp(max=most)[:, None, None, None]
-                n = int(keep.max())
-                drafts = torch.where(chain[:n] < keep, drafts[..., :n], -1)
-        # 2. score the chain, or the tree of K chains
-        upto = trunk.tokens[:, : trunk.width + 1]
-        tree = build_tree(upto, trunk.lengths, at_anchor, drafts, merge=K > 1, include_anchor=True)
-        scored = target.score(trunk, tree)
-        logits = target.head(scored.hidden[:, 0])  # (B, K, W+1, V)
-        # 3. judge it, of several the one that is right for longest
-        right = drafts[:, 0] == logits[:, :, :n].argmax(-1) if K > 1 else drafts[:, 0] >= 0
-        best = right.long().cumprod(-1).sum(-1).argmax(1)  # (B,)
-        logits, drafts, slots = (
-            x[rows[: len(best)], best] for x in (logits, drafts[:, 0], tree.slots[:, 0])
-        )
-        q = None if q is None else q[:, 0, 0, :n]
-        # the next token's uniform is the last, however many drafts are verified
-        u_judge = None if u is None else torch.cat([u[:, K * W : K * W + n], u[:, -1:]], 1)
-        count, anchor = verify(logits, drafts, q, sampling, u_judge)
-        # 4. commit
-        path = torch.where(chain[: n + 1] <= count[:, None], slots - tree.num_trunk_slots, -1)
-        if watch:
-            watch.round(alive, at_anchor, drafts, scored, path)
-        trunk = target.commit(trunk, tree, scored, path)
-        if drafter:
-            taps = gather_slots(scored.taps, path.clamp(min=0))
-            memory = drafter.extend(memory, taps, at_anchor[:, 0])
-        # the round's one synchronisation with the host, but for merging and tables kept there
-        nodes = tree.valid.sum(1, keepdim=True)
-        report = torch.cat([count[:, None], nodes, drafts, anchor[:, None]], 1).tolist()
-        going = []
-        for row, (accepted, run, *ids) in enumerate(report):
-            result = results[alive[row]]
-            result.num_rounds += 1
-            result.num_nodes += run
-            new = [*ids[:accepted], ids[-1]]
-            if _take(result, new, [True] * accepted + [False], max_new, stop):
-                going.append(row)
-        trunk.width = max((len(prompts[i]) + len(results[i].tokens) - 1 for i in alive), default=0)
-        if len(going) < len(alive):
-            bar.update(len(alive) - len(going))
-            alive = [alive[row] for row in going]
-            trunk, memory, anchor, noise = _select(going, trunk, memory, anchor, noise)
+# ------------------------------------------------------------------------------------------- lesson
 
 
-def _take(result: Result, new: list[int], drafted: list[bool], max_new: int, stop: set) -> bool:
-    """Append a round's tokens up to a stop token or the limit; True if the prompt goes on."""
-    if new[-1] < 0:
-        raise ValueError("the target's logits are NaN; an overflow? --dtype float32 would tell")
-    stopped = next((i for i, token in enumerate(new) if token in stop), None)
-    if stopped is not None:
-        new, drafted = new[: stopped + 1], drafted[: stopped + 1]
-    if result.num_rounds:
-        result.num_committed += len(new)
-        result.accepted.append(sum(drafted))
-    space = max_new - len(result.tokens)
-    result.tokens += new[:space]
-    result.drafted += drafted[:space]
-    if stopped is not None and stopped < space:
-        result.finish_reason = "stop"
-    elif len(result.tokens) == max_new:
-        result.finish_reason = "length"
-    return not result.finish_reason
+def lesson() -> None:
+    """Print two rounds with all their numbers, then what plain decoding says."""
+    target = Target.toy(
+        seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
+    )
+    target.num_tokens = 10  # of 12 rows: one more is MASK
+    target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
+    drafter = Drafter.fresh(target, num_layers=1, block_size=4)
+    prompt = [1, 2, 3]
+    options = Options(max_new_tokens=8, sampling=PLAIN, seed=24)
+    batch = Batch(target, drafter, [prompt], [0], options)
+    print(f"a vocabulary of 10 tokens, W = 3, temperature 1. Prompt {prompt}.")
+    print(f"Prefill commits {batch.results[0].tokens}: it is the first anchor.")
+    for number in (1, 2):
+        batch.num_rounds = number
+        anchor = batch.anchor.item()
+        drafts, q = batch.draft()
+        tree, scored = batch.score(drafts)
+        p = PLAIN.probs(target.head(scored.hidden[:, 0, 0]))
+        num_accepted, token = batch.verify(drafts, q, scored)
+        print(f"\nround {number}, anchor {anchor} at position {batch.trunk.lengths.item()}")
+        _show_verification(batch, drafts[0], p[0], q[0], num_accepted.item(), token.item())
+        batch.commit(drafts, tree, scored, num_accepted, token)
+        batch.retire(drafts, tree, num_accepted)
+    result = batch.results[0]
+    al = f"{result.num_committed} tokens in {result.num_rounds} verifications"
+    print(f"\ntext so far {result.tokens}: {al}, AL {result.acceptance_length:.2f}")
+    print("\nAt temperature 0 the text is that of plain decoding, token for token:")
+    for name, proposer in (("plain", None), ("speculative", drafter)):
+        (result,) = generate(target, proposer, [prompt], 8)
+        rounds = f"{result.num_rounds} verifications"
+        print(f"  {name:12s} {result.tokens}   {rounds}")
 
 
-def _select(going: list[int], trunk, memory, anchor, noise):
-    """Everything a round needs, for the rows that go on."""
-    rows = torch.tensor(going, dtype=torch.long, device=anchor.device)
-    picked = [None if x is None else x.select(rows) for x in (trunk, memory)]
-    return *picked, anchor[rows], None if noise is None else noise[rows]
+def _show_verification(batch: Batch, drafts, p, q, num_accepted: int, token: int) -> None:
+    """p (n+1,V), q (n,V) of one row."""
+    uniforms = batch.noise[0, batch.num_rounds, batch.W :].tolist()
+    for k, y in enumerate(drafts.tolist()):
+        p_y = p[k, y].item()
+        q_y = q[k, y].item()
+        alpha = torch.minimum(p[k], q[k]).sum().item()
+        chance = f"min(1, {p_y:.3f}/{q_y:.3f}) = {min(1, p_y / q_y):.3f}"
+        verdict = "accepted" if k < num_accepted else "REJECTED"
+        print(f"  y_{k + 1} = {y}   alpha {alpha:.3f}   {uniforms[k]:.3f} < {chance}?  {verdict}")
+        if k == num_accepted:
+            rest = residual(p[k], q[k])
+            rest = [round(x, 3) for x in (rest / rest.sum()).tolist()]
+            print(f"  the residual (p - q)+, normalised: {rest}")
+            print(f"  drawn from it: {token}")
+            return
+    print(f"  all accepted: the bonus token {token} is drawn from p_{len(drafts) + 1}")
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -321,143 +424,101 @@ def _select(going: list[int], trunk, memory, anchor, noise):
 
 @dataclass(frozen=True)
 class ServeConfig:
-    target: str = files.flag("", "the target's folder")
-    drafter: str = files.flag("", "the drafter's folder; without one, plain decoding")
-    prompt: tuple = files.flag((), "texts to continue")
-    prompts: str = files.flag("", "a JSONL file of prompts to continue")
-    eval: tuple = files.flag((), "JSONL files of held-out prompts, one task each: measure AL")
-    eval_prompts: int = files.flag(64, "--eval: prompts of each task", low=1)
-    eval_length: int = files.flag(512, "--eval: prompts of at most so many tokens", low=1)
-    temperatures: tuple = files.flag((0.0, 1.0), "--eval: at which", kind=float, low=0)
-    out: str = files.flag("", "--eval: folder for summary.json")
-    max_new_tokens: int = files.flag(200, "tokens to generate per prompt")
-    temperature: float = files.flag(0.0, "0 is greedy")
-    top_k: int = files.flag(0, "sample among the k likeliest tokens only; 0 is off")
-    top_p: float = files.flag(1.0, "sample among the likeliest that make up this share; 1 is off")
-    num_branches: int = files.flag(1, "chains drafted per round, greedy decoding only", low=1)
-    draft_length: int = files.flag(0, "drafts verified of each chain; 0: all", low=0)
-    verify_by: str = files.flag(
-        "",
-        "choose how many by the drafter's confidence (confidence.py)",
-        choices=("", "threshold", "throughput"),
-    )
-    confidence_threshold: float = files.flag(0.5, "of --verify-by threshold", low=0)
-    batch_size: int = files.flag(32, "prompts decoded at once")
-    seed: int = files.flag(0, "of everything drawn")
-    compare: bool = files.flag(True, "decode plainly too, for the speed-up and as a check")
-    color: str = files.flag(
+    target: str = flag("", "the target's folder")
+    drafter: str = flag("", "the drafter's folder; without one, plain decoding")
+    prompt: tuple = flag((), "texts to continue")
+    prompts: str = flag("", "a JSONL file of prompts to continue")
+    max_new_tokens: int = flag(200, "tokens to generate per prompt", low=1)
+    temperature: float = flag(0.0, "0 is greedy", low=0)
+    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", low=0)
+    top_p: float = flag(1.0, "sample among the likeliest that make up this share; 1 is off")
+    draft_length: int = flag(0, "drafts verified per round; 0: all", low=0)
+    batch_size: int = flag(32, "prompts decoded at once", low=1)
+    seed: int = flag(0, "of everything drawn")
+    compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
+    color: str = flag(
         "auto",
         "mark accepted drafts by colour, or by [brackets]",
         choices=("auto", "always", "never"),
     )
-    device: str = files.flag("cpu", "cpu or cuda")
-    dtype: str = files.flag("", "empty: what the target's config names", choices=files.DTYPES)
+    device: str = flag("cpu", "cpu or cuda")
+    dtype: str = flag("", "empty: what the target's config names", choices=DTYPES)
 
 
 def marked(result: Result, tokenizer, color: bool) -> str:
-    """The text with its accepted drafts in green (or [in brackets]); the target's own tokens
-    plain."""
+    """The text, accepted drafts in green (or [in brackets]), the target's own tokens plain."""
     begin, end = ("\033[32m", "\033[0m") if color else ("[", "]")
-    pieces, i = [], 0
-    while i < len(result.tokens):
-        j = i
-        while j < len(result.tokens) and result.drafted[j] == result.drafted[i]:
-            j += 1
-        text = tokenizer.decode(result.tokens[i:j])
-        pieces.append(f"{begin}{text}{end}" if result.drafted[i] else text)
-        i = j
+    pieces = []
+    start = 0
+    while start < len(result.tokens):
+        stop = start
+        while stop < len(result.tokens) and result.drafted[stop] == result.drafted[start]:
+            stop += 1
+        text = tokenizer.decode(result.tokens[start:stop])
+        pieces.append(f"{begin}{text}{end}" if result.drafted[start] else text)
+        start = stop
     return "".join(pieces)
 
 
-def _timed(run) -> tuple[list[Result], float]:
+def read_texts(config: ServeConfig, tokenizer) -> list[str]:
+    """The prompts of the command line, as the target's chat template writes them."""
+    chats = [[{"role": "user", "content": text}] for text in config.prompt]
+    if config.prompts:
+        chats += [first_turn(messages) for messages in read_prompts(config.prompts)]
+    if not chats:
+        raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
+    return [tokenizer.chat(messages) for messages in chats]
+
+
+def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
+    """Results and tokens/s, after a short run that warms up."""
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    length = config.max_new_tokens
+    how = dict(batch_size=config.batch_size, draft_length=config.draft_length)
+    rest = (sampling, config.seed, stop_ids)
+    generate(target, drafter, prompts[:1], min(8, length), *rest, **how)
     begin = time.perf_counter()
-    results = run()
-    return results, sum(len(r.tokens) for r in results) / (time.perf_counter() - begin)
+    results = generate(target, drafter, prompts, length, *rest, **how)
+    num_tokens = sum(len(result.tokens) for result in results)
+    return results, num_tokens / (time.perf_counter() - begin)
 
 
-def measure_tasks(config: ServeConfig, target, drafter, tokenizer, how: dict) -> None:
-    from support.measure import read_tasks, report_tasks  # it builds on this file
-
-    if not drafter:
-        raise ValueError("--eval needs --drafter")
-    if config.num_branches > 1 and max(config.temperatures) > 0:
-        raise ValueError("--num-branches above 1 is for greedy decoding: --temperatures 0")
-    size = config.eval_prompts, config.eval_length
-    tasks = read_tasks(config.eval, tokenizer, *size, config.seed)
-    figures = report_tasks(
-        target,
-        drafter,
-        tasks,
-        config.max_new_tokens,
-        config.temperatures,
-        seed=config.seed,
-        stop_ids=tokenizer.stop_ids,
-        batch_size=config.batch_size,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        **how,
-    )
-    if config.out:
-        path = Path(config.out) / "summary.json"
-        files.write_json(path, figures | {"config": dataclasses.asdict(config)})
+def show_texts(texts, results: list[Result], tokenizer, color: bool, is_plain: bool) -> None:
+    for text, result in zip(texts, results):
+        print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
+        al = "" if is_plain or not result.num_rounds else f", AL {result.acceptance_length:.2f}"
+        counts = f"{len(result.tokens)} tokens, {result.num_rounds} verifications{al}"
+        print(f"── {counts}, {result.finish_reason}")
+    print("─" * 80)
 
 
-def main():
-    config = files.parse_flags(ServeConfig, __doc__)
+def serve(config: ServeConfig) -> None:
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
-    asked = [[{"role": "user", "content": text}] for text in config.prompt]
-    if config.prompts:
-        asked += [data.first_turn(messages) for messages in data.read_prompts(config.prompts)]
-    if not asked and not config.eval:
-        raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
-    target = Target.from_pretrained(config.target, config.device, files.dtype_of(config))
-    tokenizer = data.load_tokenizer(config.target)
+    target = for_cpu(Target.from_pretrained(config.target, config.device, dtype_of(config)))
+    tokenizer = load_tokenizer(config.target)
     drafter = None
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
         drafter.config.check(target, tokenizer)
-    texts = [tokenizer.chat(messages) for messages in asked]
+    texts = read_texts(config, tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
-    names = ("max_new_tokens", "temperature", "seed", "top_k", "top_p", "batch_size")
-    how = {name: getattr(config, name) for name in names} | {"stop_ids": tokenizer.stop_ids}
-    warm = how | {"max_new_tokens": min(8, config.max_new_tokens)}
-    K = {name: getattr(config, name) for name in ("num_branches", "draft_length")}
-    if config.verify_by:
-        if not drafter:
-            raise ValueError("--verify-by needs --drafter")
-        from lab.confidence import load_rule  # it builds on this file
-
-        drafts = drafter.config.num_draft_tokens
-        rows = min(config.batch_size, len(prompts) or config.batch_size)
-        K["choose"] = load_rule(
-            config.verify_by, config.confidence_threshold, config.drafter, drafts, rows
-        )
-    if config.eval:
-        return measure_tasks(config, target, drafter, tokenizer, K)
-    generate(target, drafter, prompts[:1], **warm, **K)
-    results, speed = _timed(lambda: generate(target, drafter, prompts, **how, **K))
-    color = config.color == "always" or (
-        config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    )
-    for text, result in zip(texts, results):
-        print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
-        al = f", AL {result.acceptance_length:.2f}" if result.num_rounds and drafter else ""
-        counts = f"{len(result.tokens)} tokens, {result.num_rounds} verifications{al}"
-        print(f"── {counts}, {result.finish_reason}")
-    print("─" * 80)
-    if not drafter:
+    stop_ids = tokenizer.stop_ids
+    results, speed = timed_generate(target, drafter, prompts, config, stop_ids)
+    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = config.color == "always" or config.color == "auto" and is_terminal
+    show_texts(texts, results, tokenizer, color, is_plain=drafter is None)
+    if drafter is None:
         print(f"plain decoding: {speed:.1f} tokens/s")
         return
     print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
-    rounds = sum(r.num_rounds for r in results)
-    al = sum(r.num_committed for r in results) / max(rounds, 1)
-    heat = f"temperature {config.temperature:g}"
-    print(f"AL {al:.3f} over {rounds} verifications, {heat}: {speed:.1f} tokens/s")
-    if not config.compare or not rounds:
+    num_rounds = sum(result.num_rounds for result in results)
+    al = sum(result.num_committed for result in results) / max(num_rounds, 1)
+    where = f"{num_rounds} verifications, temperature {config.temperature:g}"
+    print(f"AL {al:.3f} over {where}: {speed:.1f} tokens/s")
+    if not config.compare or not num_rounds:
         return
-    generate(target, None, prompts[:1], **warm)
-    plain, plain_speed = _timed(lambda: generate(target, None, prompts, **how))
+    plain, plain_speed = timed_generate(target, None, prompts, config, stop_ids)
     differ = [i for i, (a, b) in enumerate(zip(results, plain)) if a.tokens != b.tokens]
     if config.temperature == 0 and differ:
         raise ValueError(
@@ -469,5 +530,13 @@ def main():
     print(f"plain decoding {plain_speed:.1f} tokens/s ({note}): {ratio}")
 
 
+def main():
+    if len(sys.argv) == 1:
+        with torch.inference_mode():
+            lesson()
+    else:
+        serve(parse_flags(ServeConfig, __doc__))
+
+
 if __name__ == "__main__":
-    sys.exit(files.run_command(main))
+    sys.exit(run_command(main))
