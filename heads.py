@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf.config import ModelConfig
+from model import ModelConfig
 from hf.drafters import DrafterConfig
 from model import DecoderLayer
 from tree import View

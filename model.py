@@ -1,55 +1,226 @@
-"""The layers of a decoder, from leaf to root, for the four families.
+"""The layers of a decoder, from leaf to root, for the four families of targets, and for drafters.
 
-    norm, rotary · attention (plain, or sparse by an indexer) · gated delta net · MLP, mixture of
+    norm, rotary · attention (full, or sparse by an indexer) · gated delta net · MLP, mixture of
     experts · n-gram layer, hyper-connections · decoder layer · decoder
 
-One forward serves prefill, tree and chain. A layer gets the tokens' hidden states, a `View`
-(tree.py) that says who is whose past, and the state it left behind on the trunk; it returns its
-output and what it remembers of the new tokens, a dict of tensors (B,N,...), and knows nothing about
-training or serving. Names of modules and fields are Hugging Face's, so that tensors load by name;
-shapes are (B, T, H, D) outside the attention call. Left out: dropout, biases, images.
+One forward serves a prefill, a tree and a chain. A layer gets the hidden states (B,N,C) of N
+tokens, a `View` (tree.py) that says which tokens are the past of which, and the state that it left
+behind on the trunk. It returns its output and its state of the N tokens, a dict of tensors
+(B,N,...), and knows nothing of training or serving.
+
+    attention    out_t = sum over s of softmax_s(q_t · k_s / sqrt(D)) v_s,   s: what t may see
+    layer        y = x + mix(norm(x)),   out = y + mlp(norm(y))
+
+Names of modules and fields are Hugging Face's, so that tensors load by name. Shapes are
+(B, T, H, D) outside the attention call. Left out: dropout (targets are frozen), biases and images
+(the text of these families has none).
 
     python model.py             two tokens of attention by hand, and a layer's tensors
-    pytest tests/test_model.py tests/test_families.py      the latter: logits against transformers
+    pytest tests/test_model.py  logits against transformers, every fast path against a slow twin
 """
 
 import math
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import replay
-from hf.config import ModelConfig
-from tree import View, block_ends, block_mask, causal_view, gather_history, gather_slots, highest
+from hf.config import HYBRID, config_json, model_fields
+from tree import View, causal_view, gather_history, gather_slots
 
-GATHERED = 2**15  # keys that are gathered at once
+GATHERED_KEYS = 2**15  # keys that `gathered_attention` reads at once: bounds its memory
+
+# ------------------------------------------------------------------------------------ configuration
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape, in the field names of its config.json.
+
+    hf.config.FAMILY_FIELDS lists the fields that a family has. The other fields stay at their
+    defaults and mean nothing."""
+
+    model_type: str = "qwen3"
+    vocab_size: int = 264
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 4096
+    # gated delta net: which layers are one, and its sizes
+    layer_types: tuple = ()
+    partial_rotary_factor: float = 1.0
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    # mixture of experts
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    # the indexer of sparse attention
+    indexer_n_heads: int = 4
+    indexer_head_dim: int = 128
+    indexer_budget: int = 2048
+    indexer_compress_ratio: int = 4
+    # residual streams, and n-gram layers (counted from 1)
+    output_gate_type: str = "silu"
+    hc_count: int = 4
+    hc_lowrank: int = 320
+    ple_layer_ids: tuple = ()
+    ple_embed_dim: int = 2048
+    ple_conv_kernel_size: int = 4
+    ngram_size: int = 3
+    heads_per_ngram: int = 8
+    ngram_vocab_size_base: int = 20_000_000
+    make_ngram_vocab_size_divisible_by: int = 128
+    seed: int = 1234
+    split_ngram_parts: int = 512
+    eos_token_id: int = 0
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, source: str = "config.json") -> "ModelConfig":
+        """Read a public config.json; `source` names it in errors."""
+        values = model_fields(config_dict, source)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict:
+        """The config.json that transformers and the engines open."""
+        return config_json(asdict(self))
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def ngram_heads(self) -> int:
+        return (self.ngram_size - 1) * self.heads_per_ngram
+
+    @property
+    def hybrid(self) -> bool:
+        """Linear layers among gated attention layers; norm weights are stored as w of 1 + w."""
+        return self.model_type in HYBRID
+
+    @property
+    def streams(self) -> bool:
+        """Residual streams, experts, sparse attention."""
+        return self.model_type == "qwen4_exp_text"
+
+    @property
+    def num_streams(self) -> int:
+        return self.hc_count if self.streams else 1
+
+    def is_linear(self, layer: int) -> bool:
+        return self.hybrid and self.layer_types[layer] == "linear_attention"
+
+    def __post_init__(self):
+        for field in fields(self):
+            self._check_kind(field.name, type(field.default))
+        self._check_multiple("num_attention_heads", "num_key_value_heads")
+        odd = self.head_dim % 2 or self.rotary_dim % 2
+        if odd or not 0 < self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"head_dim {self.head_dim} and partial_rotary_factor {self.partial_rotary_factor}: "
+                "rotary needs pairs"
+            )
+        if self.hybrid:
+            self._check_hybrid()
+        if self.streams:
+            self._check_streams()
+
+    def _check_kind(self, name: str, kind: type) -> None:
+        """A field has the type of its default, and a number is positive and finite."""
+        value = getattr(self, name)
+        kinds = (int, float) if kind is float else (kind,)
+        fits = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+        if fits and kind in (int, float):
+            zero_is_fine = name in ("seed", "eos_token_id")
+            fits = 0 < value < math.inf or (zero_is_fine and value == 0)
+        if not fits:
+            wanted = {bool: "true or false", str: "a word", tuple: "a list"}
+            raise ValueError(f"{name} is {value!r}, not {wanted.get(kind, 'a positive number')}")
+
+    def _check_multiple(self, whole: str, part: str) -> None:
+        if getattr(self, whole) % getattr(self, part):
+            raise ValueError(
+                f"{whole} {getattr(self, whole)} is no multiple of {part} {getattr(self, part)}"
+            )
+
+    def _check_hybrid(self) -> None:
+        kinds = {"linear_attention", "full_attention"}
+        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - kinds:
+            raise ValueError(
+                f"layer_types {list(self.layer_types)} are not {self.num_hidden_layers} of "
+                f"{' and '.join(sorted(kinds))}"
+            )
+        self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
+
+    def _check_streams(self) -> None:
+        self._check_multiple("indexer_budget", "indexer_compress_ratio")
+        if self.rotary_dim > self.indexer_head_dim:
+            raise ValueError(
+                f"indexer_head_dim {self.indexer_head_dim} is below the rotated {self.rotary_dim}"
+            )
+        if self.num_experts_per_tok > self.num_experts or self.hc_count < 2:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} of num_experts "
+                f"{self.num_experts}, hc_count {self.hc_count}: out of range"
+            )
+        if self.output_gate_type not in ("silu", "sigmoid"):
+            raise ValueError(f"output_gate_type {self.output_gate_type!r} is not implemented")
+        for layer in self.ple_layer_ids:
+            if not 1 <= layer <= self.num_hidden_layers or not self.is_linear(layer - 1):
+                raise ValueError(
+                    f"ple_layer_ids {list(self.ple_layer_ids)}: {layer} is no "
+                    "linear_attention layer, counted from 1"
+                )
+        if self.ngram_size < 2 or self.ple_embed_dim % self.ngram_heads:
+            raise ValueError(
+                f"ple_embed_dim {self.ple_embed_dim} does not split into (ngram_size - 1) x "
+                f"heads_per_ngram = {self.ngram_heads} heads"
+            )
+
 
 # ---------------------------------------------------------------------------------------- functions
 
 
 def rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (B,N,1,width) of positions (B,N), float32; see `rotate`."""
+    """cos and sin (B,N,1,width) of the angles at positions (B,N), float32, for `rotate`."""
     frequency = theta ** -(torch.arange(0, width, 2, device=positions.device) / width)
     angle = positions[..., None].float() * frequency  # (B, N, width/2)
-    sin = angle.sin()
-    return torch.cat([angle.cos()] * 2, -1)[:, :, None], torch.cat([-sin, sin], -1)[:, :, None]
+    angle = torch.cat([angle, angle], -1)[:, :, None]  # (B, N, 1, width)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x_i, x_{i+R/2}) of x (B,N,H,D) by its angle; R <= D is the rope's width."""
     cos, sin = rope
-    R, D = cos.shape[-1], x.shape[-1]
-    if R < D:
-        return torch.cat([rotate(x[..., :R], rope), x[..., R:]], -1)
-    return ((wide := x.float()) * cos).addcmul_(wide.roll(R // 2, -1), sin).to(x.dtype)
+    R = cos.shape[-1]
+    turning = x[..., :R].float()
+    left, right = turning.chunk(2, -1)
+    turned = torch.addcmul(turning * cos, torch.cat([-right, left], -1), sin).to(x.dtype)
+    return turned if R == x.shape[-1] else torch.cat([turned, x[..., R:]], -1)
 
 
-def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
+def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...).
 
-    A cache with room to spare takes the new ones in place, behind every slot in use, where nothing
-    looks before a commit moves them; that saves a decoding round the copy of its past."""
+    A cache with room to spare takes the new entries in place, which saves a decoding round the copy
+    of its past. They lie behind every slot in use, and nothing reads them before a commit moves
+    them."""
     if past is None:
         return new
     end = num_slots + new.shape[1]
@@ -59,45 +230,171 @@ def joined(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     return past[:, :end]
 
 
-def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, most: int) -> Tensor:
-    """Attention q (B,N,H,D) to the at most `most` slots of kv (B,T,2,H_kv,D) that mask (B,1,N,T)
-    checkpoint_tokens for each token: reads those alone, however long the text, so many tokens at a time."""
-    if q.shape[1] > (rows := max(1, GATHERED // (len(q) * most))):
-        parts = zip(q.split(rows, 1), mask.split(rows, 2))
-        return torch.cat([gathered_attention(q, kv, mask, most) for q, mask in parts], 1)
-    marked, slots = mask[:, 0].to(torch.uint8).topk(most, -1)  # (B, N, S)
-    k, v = (
-        gather_slots(kv, slots.flatten(1)).unflatten(1, slots.shape[1:]).unbind(3)
-    )  # (B, N, S, H_kv, D)
-    scores = torch.einsum("bnkgd,bnskd->bnkgs", q.unflatten(2, (k.shape[3], -1)).float(), k.float())
-    scores = (scores * q.shape[-1] ** -0.5).masked_fill(marked[:, :, None, None] == 0, -1e30)
-    out = torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v.float())
-    return out.flatten(2, 3).to(q.dtype)
+def attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D).
+
+    Each key head serves H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
+    B, N, H, D = q.shape
+    k, v = kv.unbind(2)  # (B, T, H_kv, D)
+    num_key_heads = k.shape[2]
+    if N == 1:  # the queries of a key head stand as tokens: several times as fast on a CPU
+        q = q.view(B, num_key_heads, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
+    elif mask is not None and q.is_cuda:  # no fused kernel takes both a mask and groups of heads
+        k = k.repeat_interleave(H // num_key_heads, 2)
+        v = v.repeat_interleave(H // num_key_heads, 2)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, N, D) inside the call only
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None and N > 1,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.reshape(B, 1, H, D) if N == 1 else out.transpose(1, 2)
 
 
-def short_conv(x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilation=1, base=0):
-    """SiLU of a causal depthwise convolution along each token's own history, x (B,N,C), weight
-    (C,1,kernel): the last tap is the token itself, before the first token are zeros. past (B,S,C),
-    its slot 0 at position `base`."""
-    kernel, total = weight.shape[-1], 0
+def worth_gathering(num_queries: int, num_slots: int, max_visible: int) -> bool:
+    """Whether `gathered_attention` is faster than `attention` under a mask: the text must be much
+    longer than what a query sees, and the more so the more queries there are."""
+    few_queries = num_queries * max_visible < 4 * GATHERED_KEYS
+    times_longer = 4 if few_queries else 32  # measured on a CPU
+    return num_slots > times_longer * max_visible
+
+
+def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, max_visible: int) -> Tensor:
+    """`attention` where each query sees at most max_visible slots: only these are read, however
+    long the text is."""
+    B, N, H, D = q.shape
+    num_key_heads = kv.shape[3]
+    at_once = max(1, GATHERED_KEYS // (B * max_visible))
+    outputs = []
+    for start in range(0, N, at_once):
+        queries = q[:, start : start + at_once].unflatten(2, (num_key_heads, -1)).float()
+        part = mask[:, 0, start : start + at_once].to(torch.uint8)  # (B, n, T)
+        visible, slots = part.topk(max_visible, -1)  # (B, n, S), S = max_visible
+        entries = gather_slots(kv, slots.flatten(1)).unflatten(1, slots.shape[1:])
+        k, v = entries.float().unbind(3)  # (B, n, S, H_kv, D)
+        scores = torch.einsum("bnkgd,bnskd->bnkgs", queries, k) * D**-0.5
+        scores = scores.masked_fill(visible[:, :, None, None] == 0, -1e30)
+        outputs.append(torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v))
+    return torch.cat(outputs, 1).flatten(2, 3).to(q.dtype)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilation: int = 1, base=0
+) -> Tensor:
+    """SiLU of a causal depthwise convolution along each token's own history.
+
+    x (B,N,C), weight (C,1,kernel): the last tap is the token itself, and before the first token
+    are zeros. past (B,S,C): the trunk's inputs, slot 0 at position `base`."""
+    kernel = weight.shape[-1]
+    out = 0
     for tap in range(kernel):
         index = view.ancestor((kernel - 1 - tap) * dilation)
-        there = gather_history(past, x, index, view.num_trunk_slots, base)
-        total = total + there.float() * weight[:, 0, tap].float()
-    return F.silu(total).to(x.dtype)
+        inputs = gather_history(past, x, index, view.num_trunk_slots, base)  # (B, N, C)
+        out = out + inputs.float() * weight[:, 0, tap].float()
+    return F.silu(out).to(x.dtype)
+
+
+def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
+    """The ends of blocks of r positions, for sparse attention: packed indices (M,), and which of
+    them end a complete block of whose history (B,N,M).
+
+    A block wholly on the trunk ends on the trunk and is shared. A block that straddles an anchor or
+    lies inside a branch ends at a node, and only that node and its descendants have it (paper:
+    branch-consistent indexer groups).
+    """
+    T, N = view.num_trunk_slots, view.positions.shape[1]
+    is_tree = view.groups is not None
+    text = T if is_tree else T + N  # packed index = position up to here
+    device = view.positions.device
+    slots = torch.arange(r - 1, max(text, r - 1), r, device=device)
+    ends = torch.ones(1, len(slots), dtype=torch.bool, device=device)
+    if is_tree:
+        slots = torch.cat([slots, torch.arange(T, T + N, device=device)])
+        nodes_end = (view.positions + 1) % r == 0
+        ends = torch.cat([ends.expand(len(nodes_end), -1), nodes_end], 1)
+    return slots, view.visible()[:, 0, :, slots] & ends[:, None]
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Mark the `count` highest of scores (B,N,M). -inf is never marked; of equal scores the earlier
+    ones win."""
+    if scores.shape[-1] <= count:
+        return scores > -torch.inf
+    lowest = scores.topk(count, -1).values[..., -1:]
+    above = scores > lowest
+    equal = (scores == lowest) & (scores > -torch.inf)
+    free = count - above.sum(-1, keepdim=True)
+    return above | equal & (equal.cumsum(-1) <= free)
+
+
+def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
+    """The tokens (B,1,N,T+N) of the chosen blocks (B,N,M), numbered as in `block_ends`, and of the
+    incomplete last block of each history."""
+    B, N, M = chosen.shape
+    T = view.num_trunk_slots
+    is_tree = view.groups is not None
+    num_text_blocks = M - N if is_tree else M
+    mask = chosen.new_zeros(B, N, T + N + 1)  # the last column is cut off
+    mask[..., : num_text_blocks * r] = chosen[..., :num_text_blocks].repeat_interleave(r, -1)
+    history = torch.stack([view.ancestor(d) for d in range(max(view.max_depth + r - 1, 1))], -1)
+    depth = torch.arange(history.shape[-1], device=chosen.device)
+    picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth) the incomplete block
+    if is_tree:  # a block that ends at a node is the node and the r - 1 tokens before it
+        nodes = history[..., : view.max_depth] - T
+        ends = chosen[..., num_text_blocks:].gather(2, nodes.clamp(min=0)) & (nodes >= 0)
+        for shift in range(r):
+            picked[..., shift : shift + view.max_depth] |= ends
+    slots = torch.where(picked, history, T + N)
+    mask = mask.scatter(2, slots, True)[..., :-1]  # (B, N, T+N)
+    return (mask & view.visible()[:, 0])[:, None]
+
+
+def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
+    ends (E,) int32 counts the rows up to each expert's last -> (n,R)."""
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    if aligned:
+        return F.grouped_mm(x, weight.mT, offs=ends)
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
+
+
+def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
+    """The multipliers (odd, from splitmix64) and the heads' table sizes (primes in a row) of n-gram
+    layer `number`, as a released model derives them. A file brings its own, which then count."""
+    all_bits = 2**64 - 1
+    golden_ratio = 0x9E3779B97F4A7C15
+    half = max(1, (2**63 - 1) // config.vocab_size // 2)
+    multipliers = []
+    for index in range(config.ngram_size):
+        z = (config.seed + 10007 * number + golden_ratio * (index + 2)) & all_bits
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & all_bits
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & all_bits
+        multipliers.append(2 * ((z ^ z >> 31) % half) + 1)
+    primes = []
+    candidate = config.ngram_vocab_size_base - 1
+    while len(primes) < (number + 1) * config.ngram_heads:
+        candidate += 1
+        if candidate > 1 and all(candidate % d for d in range(2, math.isqrt(candidate) + 1)):
+            primes.append(candidate)
+    return multipliers, primes[number * config.ngram_heads :]
 
 
 # ------------------------------------------------------------------------------------------ modules
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean in float32, over each of `groups` parts of x. Centred: the
-    stored weight is w of 1 + w."""
+    """x / rms(x) * weight, over each of `groups` equal parts of x. Centred: the stored weight is
+    the w of 1 + w, and the arithmetic is float32."""
 
     def __init__(self, size: int, eps: float, centred: bool = False, groups: int = 1):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
-        self.eps, self.centred, self.groups = eps, centred, groups
+        self.eps = eps
+        self.centred = centred
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.centred:
@@ -108,171 +405,186 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; but for Llama with a norm on each head's q and k; in the hybrid
-    families with an output gate; sparse with an indexer. Remembers keys, values (B,T,2,H_kv,D)."""
+    """Grouped-query attention.
+
+    Each head's q and k are normed (not in Llama). The hybrid families have an output gate, and with
+    residual streams an indexer makes the attention sparse. State: keys and values "kv"
+    (B,N,2,H_kv,D), and the indexer's keys."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
-        eps, centred = config.rms_norm_eps, config.hybrid
-        self.head_dim, self.gated = D, config.hybrid
+        self.head_dim = D
+        self.gated = config.hybrid
         self.q_proj = nn.Linear(C, config.num_attention_heads * D * (1 + self.gated), bias=False)
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
         normed = config.model_type != "llama"
+        eps, centred = config.rms_norm_eps, config.hybrid
         self.q_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
         self.k_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
         self.indexer = Indexer(config) if config.streams else None
 
     def keys_values(self, x: Tensor, rope) -> Tensor:
-        """x (B,N,C) -> rotated keys and values (B,N,2,H_kv,D): what this layer remembers of x."""
-        split = (*x.shape[:2], -1, self.head_dim)
-        k = rotate(self.k_norm(self.k_proj(x).view(split)), rope)
-        return torch.stack([k, self.v_proj(x).view(split)], 2)
+        """x (B,N,C) -> rotated keys, and values, (B,N,2,H_kv,D)."""
+        per_head = (*x.shape[:2], -1, self.head_dim)
+        k = rotate(self.k_norm(self.k_proj(x).view(per_head)), rope)
+        return torch.stack([k, self.v_proj(x).view(per_head)], 2)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
-        """x (B,N,C), what the layer remembers of the trunk or None -> out (B,N,C), what it
-        remembers of the N tokens."""
+        """x (B,N,C), the layer's state of the trunk or None -> out (B,N,C), its state of the N
+        tokens."""
         B, N, _ = x.shape
         q = self.q_proj(x).view(B, N, -1, self.head_dim * (1 + self.gated))
-        q, *gate = q.chunk(1 + self.gated, -1)  # per head [q | gate]
+        if self.gated:
+            q, gate = q.chunk(2, -1)  # (B, N, H, D) each
         q = rotate(self.q_norm(q), rope)
-        new, mask = {"kv": self.keys_values(x, rope)}, view.mask
+        new = {"kv": self.keys_values(x, rope)}
+        mask = view.mask
         if self.indexer:
-            index = self.indexer.keys(x, view, past)
-            mask = self.indexer(x, rope, view, past, index["block"])
-            new |= index
-        kv = joined(past and past["kv"], new["kv"], view.num_trunk_slots)
-        most = self.indexer and self.indexer.most
-        if most and kv.shape[1] > (4 if B * N * most < 4 * GATHERED else 32) * most:
-            out = gathered_attention(q, kv, mask, most)
-            return self.o_proj((out * gate[0].sigmoid()).reshape(B, N, -1)), new
-        k, v = kv.unbind(2)
-        if mask is not None and N > 1 and q.is_cuda:  # no fused kernel takes a mask and groups
-            k, v = (replay.expand_heads(t, q.shape[2]) for t in (k, v))
-        if N == 1:  # a key head's queries stand for tokens: several times sooner on a CPU
-            q = q.view(B, k.shape[2], -1, self.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)),  # (B, H, T, D) inside the call only
-            attn_mask=mask,
-            is_causal=mask is None and bool(N > 1),
-            enable_gqa=q.shape[2] != k.shape[2],
-        ).transpose(1, 2)  # (B, N, H, D)
-        out = out.transpose(1, 2).reshape(B, 1, -1, self.head_dim) if N == 1 else out
-        out = out * gate[0].sigmoid() if gate else out
+            new |= self.indexer.keys(x, view, past)
+            mask = self.indexer(x, rope, view, past, new["block"])
+        kv = append_to_past(past and past["kv"], new["kv"], view.num_trunk_slots)
+        if self.indexer and worth_gathering(B * N, kv.shape[1], self.indexer.max_visible):
+            out = gathered_attention(q, kv, mask, self.indexer.max_visible)
+        else:
+            out = attention(q, kv, mask)  # (B, N, H, D)
+        if self.gated:
+            out = out * gate.sigmoid()
         return self.o_proj(out.reshape(B, N, -1)), new
 
 
 class Indexer(nn.Module):
-    """Sparse attention's choice (QSA): a token attends to the whole blocks of r positions of its
-    own history that score highest, `budget` tokens in all, and to its incomplete last block.
+    """The choice of sparse attention (QSA): a token attends to those complete blocks of r positions
+    of its own history that score highest, `indexer_budget` tokens in all, and to the incomplete
+    last block.
 
-    Remembers the raw key of each token and the key of the block that ends with it: the mean of its
-    history's last r raw keys, normed, rotated as the block's first position. It means something
-    only where position + 1 is a multiple of r, and belongs to a branch exactly as far as its tokens
-    do: blocks on the trunk are shared, straddling and inner ones private (method: branch-consistent
-    groups).
-    """
+    State: the raw key of each token, and the key of the block that ends with it. A block's key is
+    the mean of the last r raw keys of the history, normed, and rotated as the block's first
+    position; it is used only where position + 1 is a multiple of r. Blocks on the trunk are shared,
+    blocks that reach into a branch belong to that branch (paper: branch-consistent groups)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, eps, H = config.indexer_head_dim, config.rms_norm_eps, config.indexer_n_heads
-        self.head_dim, self.ratio = D, config.indexer_compress_ratio
+        D, H = config.indexer_head_dim, config.indexer_n_heads
+        self.head_dim = D
+        self.ratio = config.indexer_compress_ratio  # r, the positions of a block
         self.num_blocks = config.indexer_budget // self.ratio
-        self.most = config.indexer_budget + self.ratio - 1  # tokens that one may attend to
-        self.rope = (config.rotary_dim, config.rope_theta)
+        self.max_visible = config.indexer_budget + self.ratio - 1
+        self.rotary_dim = config.rotary_dim
+        self.rope_theta = config.rope_theta
         self.index_qk_proj = nn.Linear(config.hidden_size, (H + 1) * D, bias=False)
-        self.q_layernorm, self.k_layernorm = RMSNorm(D, eps, True), RMSNorm(D, eps, True)
+        self.q_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
+        self.k_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
+
+    def raw_keys(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
 
     def keys(self, x: Tensor, view: View, past: dict | None) -> dict:
         """x (B,N,C) -> raw and block keys (B,N,D)."""
-        raw = F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
+        raw = self.raw_keys(x)
         older = past and past["raw"]
-        last = (view.ancestor(depth) for depth in range(self.ratio))
-        mean = (
-            sum(gather_history(older, raw, i, view.num_trunk_slots).float() for i in last)
-            / self.ratio
-        )
-        start = rotary((view.positions - self.ratio + 1).clamp(min=0), *self.rope)
+        mean = 0
+        for depth in range(self.ratio):
+            index = view.ancestor(depth)
+            mean = mean + gather_history(older, raw, index, view.num_trunk_slots).float()
+        mean = mean / self.ratio
         block = self.k_layernorm(mean.to(raw.dtype))[:, :, None]
-        return {"raw": raw, "block": rotate(block, start)[:, :, 0]}
+        first = (view.positions - self.ratio + 1).clamp(min=0)
+        rope = rotary(first, self.rotary_dim, self.rope_theta)
+        return {"raw": raw, "block": rotate(block, rope)[:, :, 0]}
 
     def queries(self, x: Tensor, rope) -> Tensor:
+        """x (B,N,C) -> (B,N,H,D)."""
         q = F.linear(x, self.index_qk_proj.weight[: -self.head_dim])
-        return rotate(self.q_layernorm(q.unflatten(-1, (-1, self.head_dim))), rope)  # (B, N, H, D)
+        return rotate(self.q_layernorm(q.unflatten(-1, (-1, self.head_dim))), rope)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor) -> Tensor:
         """The attention mask (B,1,N,T+N)."""
-        q, keys = self.queries(x, rope), joined(past and past["block"], block, view.num_trunk_slots)
-        slots, seen = block_ends(view, self.ratio)
+        q = self.queries(x, rope)
+        keys = append_to_past(past and past["block"], block, view.num_trunk_slots)
+        slots, is_complete = block_ends(view, self.ratio)
         products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, slots].float())
         scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
-        chosen = highest(scores.masked_fill(~seen, -torch.inf), self.num_blocks)
+        chosen = highest(scores.masked_fill(~is_complete, -torch.inf), self.num_blocks)
         return block_mask(chosen, view, self.ratio)
 
-    def slow(self, x: Tensor, rope, t: int) -> set[int]:
-        """The positions that token t of a text x (1,N,C), rope over all of it, attends to: block by
-        block, the twin of the above."""
-        r, q = self.ratio, self.queries(x, rope)[0, t].float()  # (H, D)
-        raw = F.linear(x[0], self.index_qk_proj.weight[-self.head_dim :])
+    def visible_slowly(self, x: Tensor, rope, t: int) -> set[int]:
+        """The twin of the above, block by block: the positions that token t of a text x (1,N,C)
+        attends to. rope covers the whole text."""
+        r = self.ratio
+        q = self.queries(x, rope)[0, t].float()  # (H, D)
+        raw = self.raw_keys(x[0])
+        complete = range(0, (t + 1) // r * r, r)  # where complete blocks start
         scores = []
-        for start in range(0, (t + 1) // r * r, r):
+        for start in complete:
             key = self.k_layernorm(raw[start : start + r].float().mean(0).to(x.dtype))
             key = rotate(key[None, None, None], tuple(part[:, start : start + 1] for part in rope))
             score = (q @ key[0, 0, 0].float()).relu().sum() / math.sqrt(self.head_dim)
             scores.append((-score.item(), start))
         best = sorted(scores)[: self.num_blocks]
         chosen = {start + i for _, start in best for i in range(r)}
-        return chosen | set(range((t + 1) // r * r, t + 1))
+        return chosen | set(range(len(complete) * r, t + 1))
 
 
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule (replay.py), behind a short convolution, with a
-    gated norm. Remembers of each token the convolution's input and what the rule wrote; of a
-    stretch of text also the states at the view's checkpoint_tokens and its end."""
+    gated norm.
+
+    State: for each token the convolution's input "qkv" and what the rule needs to replay it, "k",
+    "u", "g"; of a stretch of text also the recurrent states after the view's checkpoint tokens and
+    after the last token."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, H, H_k = config.hidden_size, config.linear_num_value_heads, config.linear_num_key_heads
         D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
-        self.sizes = (H_k * D_k, H_k * D_k, H * D_v)
-        self.key_dim, self.value_dim, self.eps = D_k, D_v, config.rms_norm_eps
-        streams = config.model_type == "qwen4_exp_text"
-        self.gate = torch.sigmoid if streams and config.output_gate_type == "sigmoid" else F.silu
-        self.in_proj_qkv = nn.Linear(C, sum(self.sizes), bias=False)
+        self.sizes = (H_k * D_k, H_k * D_k, H * D_v)  # of q, k, v
+        self.key_dim = D_k
+        self.value_dim = D_v
+        self.eps = config.rms_norm_eps
+        sigmoid_gate = config.streams and config.output_gate_type == "sigmoid"
+        self.gate = torch.sigmoid if sigmoid_gate else F.silu
+        channels, kernel = sum(self.sizes), config.linear_conv_kernel_dim
+        self.in_proj_qkv = nn.Linear(C, channels, bias=False)
         self.in_proj_z = nn.Linear(C, H * D_v, bias=False)
         self.in_proj_b = nn.Linear(C, H, bias=False)
         self.in_proj_a = nn.Linear(C, H, bias=False)
-        channels, kernel = sum(self.sizes), config.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(H).uniform_(0.01, 16).log())
         self.dt_bias = nn.Parameter(torch.ones(H))
         self.norm = RMSNorm(D_v, config.rms_norm_eps)
         self.out_proj = nn.Linear(H * D_v, C, bias=False)
 
-    def forward(self, x: Tensor, view: View, past: dict | None = None):
-        """x (B,N,C), what the layer remembers of the trunk or None -> out (B,N,C), what it
-        remembers of the N tokens."""
-        B, N, _ = x.shape
-        qkv = self.in_proj_qkv(x)
+    def queries_keys_values(self, qkv: Tensor, view: View, past: dict | None):
+        """qkv (B,N,channels), the convolution's input -> q, k (B,N,H_k,D_k), v (B,N,H,D_v)."""
+        older = past and past["qkv"]
         base = past["base"][:, None] if past and "base" in past else 0
-        mixed = short_conv(qkv, self.conv1d.weight, past and past["qkv"], view, base=base).float()
+        mixed = short_conv(qkv, self.conv1d.weight, older, view, base=base).float()
         q, k, v = mixed.split(self.sizes, -1)
         q = replay.l2_normed(q.unflatten(-1, (-1, self.key_dim))) / math.sqrt(self.key_dim)
         k = replay.l2_normed(k.unflatten(-1, (-1, self.key_dim)))
-        v = v.unflatten(-1, (-1, self.value_dim))  # (B, N, H, D_v)
+        return q, k, v.unflatten(-1, (-1, self.value_dim))
+
+    def forward(self, x: Tensor, view: View, past: dict | None = None):
+        """x (B,N,C), the layer's state of the trunk or None -> out (B,N,C), its state of the N
+        tokens."""
+        qkv = self.in_proj_qkv(x)
+        q, k, v = self.queries_keys_values(qkv, view, past)
         beta = self.in_proj_b(x).float().sigmoid()  # (B, N, H)
         a = self.in_proj_a(x).float() + self.dt_bias.float()
-        g = -self.A_log.float().exp() * F.softplus(a)
+        g = -self.A_log.float().exp() * F.softplus(a)  # (B, N, H)
         new = {"qkv": qkv, "k": k, "g": g}
         if view.groups is not None:
             o, new["u"] = replay.delta_rule_on_tree(q, k, v, g, beta, past, view)
         else:
-            if view.valid is not None:  # padding leaves the state as it is
+            if view.valid is not None:  # padding leaves the recurrent state as it is
                 g, beta = g * view.valid[..., None], beta * view.valid[..., None]
-            zero = v.new_zeros(B, v.shape[2], self.key_dim, self.value_dim)
-            state = past["states"][:, -1] if past else zero
+            if past:
+                state = past["states"][:, -1]
+            else:
+                state = v.new_zeros(len(x), v.shape[2], self.key_dim, self.value_dim)
             o, new["u"], new["states"] = replay.delta_rule(
                 q, k, v, g, beta, state, view.checkpoint_tokens
             )
@@ -287,60 +599,55 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
-        C, I = config.hidden_size, width or config.intermediate_size  # noqa: E741
-        self.gate_proj = nn.Linear(C, I, bias=False)
-        self.up_proj = nn.Linear(C, I, bias=False)
-        self.down_proj = nn.Linear(I, C, bias=False)
+        C = config.hidden_size
+        width = width or config.intermediate_size
+        self.gate_proj = nn.Linear(C, width, bias=False)
+        self.up_proj = nn.Linear(C, width, bias=False)
+        self.down_proj = nn.Linear(width, C, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nn.Module):
-    """All experts' weights, fused: gate rows first, then up rows."""
+    """The SwiGLU weights of all E experts, fused: gate rows first, then up rows."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        E, C, I = config.num_experts, config.hidden_size, config.moe_intermediate_size  # noqa: E741
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C))
-        self.down_proj = nn.Parameter(torch.empty(E, C, I))
+        E, C, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * width, C))
+        self.down_proj = nn.Parameter(torch.empty(E, C, width))
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """x (n,C), chosen experts (n,k) -> each one's output (n,k,C): one product per weight over
-        tokens sorted by expert."""
+        """x (n,C), numbers of the chosen experts (n,k) -> the output of each (n,k,C). Tokens are
+        sorted by expert, so that one product serves all experts."""
         n, k = chosen.shape
-        order = chosen.flatten().argsort()
-        count = chosen.new_zeros(len(self.down_proj))
-        count.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        ends = count.cumsum(0).to(torch.int32)
-        gate, up = grouped(x[order // k], self.gate_up_proj, ends).chunk(2, -1)
-        out = grouped(F.silu(gate) * up, self.down_proj, ends)
+        order = chosen.flatten().argsort()  # (n*k,)
+        counts = chosen.new_zeros(len(self.down_proj))
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        ends = counts.cumsum(0).to(torch.int32)  # (E,)
+        gate, up = per_expert(x[order // k], self.gate_up_proj, ends).chunk(2, -1)
+        out = per_expert(F.silu(gate) * up, self.down_proj, ends)  # (n*k, C)
         return torch.empty_like(out).index_copy(0, order, out).view(n, k, -1)
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x (n,C) sorted by expert, weight (E,R,C), ends (E,) of each expert's rows -> (n,R)."""
-    if any(size * x.element_size() % 16 for size in weight.shape[1:]):  # it wants aligned rows
-        parts = x.tensor_split(ends[:-1].tolist())
-        return torch.cat([F.linear(part, one) for part, one in zip(parts, weight)])
-    return F.grouped_mm(x, weight.mT, offs=ends)
-
-
 class MixtureOfExperts(nn.Module):
-    """The k likeliest experts of each token, weighted, and a shared expert behind a gate."""
+    """The k likeliest experts of each token, weighted by their probability, and a shared expert
+    behind a gate of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.k, self.renormalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.k = config.num_experts_per_tok
+        self.renormalise = config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
         self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
+        flat = x.flatten(0, -2)  # (n, C)
         weights, chosen = self.gate(flat).float().softmax(-1).topk(self.k, -1)  # (n, k)
-        if self.renormalised:
+        if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         outputs = self.experts(flat, chosen) * weights.to(x.dtype)[..., None]  # (n, k, C)
         shared = self.shared_expert_gate(flat).sigmoid() * self.shared_expert(flat)
@@ -348,8 +655,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class NGramTable(nn.Module):
-    """Embeddings of hashed n-grams: one huge table that may stay on the host, in FP8 with a scale
-    or not; only the rows looked up are moved and converted."""
+    """One huge table of embeddings. It may stay on the host, and in FP8 with one scale; only the
+    rows that are looked up are moved and converted."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()
@@ -357,30 +664,33 @@ class NGramTable(nn.Module):
         self.register_buffer("weight_scale", torch.ones(()))
 
     def forward(self, index: Tensor, dtype) -> Tensor:
+        """Row numbers (...) -> (...,width)."""
         rows = self.weight[index.to(self.weight.device)].to(index.device)
-        scaled = rows.dtype == torch.float8_e4m3fn
-        return (rows.float() * self.weight_scale).to(dtype) if scaled else rows.to(dtype)
+        if rows.dtype == torch.float8_e4m3fn:
+            return (rows.float() * self.weight_scale).to(dtype)
+        return rows.to(dtype)
 
 
 class NGramEmbedding(nn.Module):
-    """For each order n = 2..ngram_size and each head: a hash of the last n tokens picks a row."""
+    """For each order n = 2..ngram_size and each head, a hash of the last n tokens picks a row."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         multipliers, primes = ngram_hashes(config, number)
-        total, step = sum(primes), config.make_ngram_vocab_size_divisible_by
-        self.heads = config.heads_per_ngram
         offsets = [sum(primes[:head]) for head in range(len(primes))]
+        self.heads = config.heads_per_ngram
         self.register_buffer("layer_multipliers", torch.tensor(multipliers))
         self.register_buffer("ngram_heads_vocab_sizes", torch.tensor(primes))
         self.register_buffer("ngram_heads_offsets", torch.tensor(offsets))
-        width = config.ple_embed_dim // len(primes)
-        self.ngram_embedding = NGramTable(-(-total // step) * step, width)
+        multiple = config.make_ngram_vocab_size_divisible_by
+        rows = math.ceil(sum(primes) / multiple) * multiple
+        self.ngram_embedding = NGramTable(rows, config.ple_embed_dim // len(primes))
 
     def forward(self, last: Tensor, dtype) -> Tensor:
-        """last (B,N,ngram_size) tokens, newest first -> (B,N,ple_embed_dim)."""
+        """last (B,N,ngram_size): tokens, newest first -> (B,N,ple_embed_dim)."""
         terms = last * self.layer_multipliers  # (B, N, ngram_size)
-        mixed, rows = terms[..., 0], []
+        mixed = terms[..., 0]
+        rows = []
         for order in range(1, terms.shape[-1]):
             mixed = mixed ^ terms[..., order]
             heads = slice((order - 1) * self.heads, order * self.heads)
@@ -389,113 +699,106 @@ class NGramEmbedding(nn.Module):
         return self.ngram_embedding(torch.cat(rows, -1), dtype).flatten(-2)
 
 
-def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
-    """The multipliers (odd, from splitmix64) and the heads' table sizes (primes in a row) of the
-    n-gram layer `number`, as a released model derives them; a checkpoint brings its own."""
-    whole, golden = 2**64 - 1, 0x9E3779B97F4A7C15
-    half = max(1, (2**63 - 1) // config.vocab_size // 2)
-    multipliers = []
-    for index in range(config.ngram_size):
-        z = (config.seed + 10007 * number + golden * (index + 2)) & whole
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & whole
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & whole
-        multipliers.append(2 * ((z ^ z >> 31) % half) + 1)
-    primes, candidate = [], config.ngram_vocab_size_base - 1
-    while len(primes) < (number + 1) * config.ngram_heads:
-        candidate += 1
-        if candidate > 1 and all(candidate % d for d in range(2, math.isqrt(candidate) + 1)):
-            primes.append(candidate)
-    return multipliers, primes[number * config.ngram_heads :]
-
-
 class NGramLayer(nn.Module):
-    """Adds to every residual stream what the last few tokens are known for: a value, gated by how
-    its key agrees with the stream, and a dilated convolution over it. Remembers tokens and the
-    convolution's input."""
+    """Adds to every residual stream a value that depends on the last few tokens alone, gated by how
+    well its key matches the stream, and a dilated convolution over these values. State: tokens, and
+    the convolution's input "conv"."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
-        C, P, self.streams = config.hidden_size, config.ple_embed_dim, config.num_streams
-        wide, self.size, self.stop = self.streams * C, config.ngram_size, config.eos_token_id
+        wide = config.num_streams * config.hidden_size
+        kernel, eps = config.ple_conv_kernel_size, config.rms_norm_eps
+        self.streams = config.num_streams
+        self.size = config.ngram_size
+        self.stop_id = config.eos_token_id
         self.ple_embedding = NGramEmbedding(config, number)
-        self.key_proj = nn.Linear(P, wide, bias=False)
-        self.value_proj = nn.Linear(P, C, bias=False)
-        norms = (RMSNorm(wide, config.rms_norm_eps, True, self.streams) for _ in range(3))
-        self.norm_key, self.norm_query, self.norm_conv = norms
-        kernel = config.ple_conv_kernel_size
+        self.key_proj = nn.Linear(config.ple_embed_dim, wide, bias=False)
+        self.value_proj = nn.Linear(config.ple_embed_dim, config.hidden_size, bias=False)
+        self.norm_key = RMSNorm(wide, eps, centred=True, groups=self.streams)
+        self.norm_query = RMSNorm(wide, eps, centred=True, groups=self.streams)
+        self.norm_conv = RMSNorm(wide, eps, centred=True, groups=self.streams)
         self.conv1d = nn.Conv1d(wide, wide, kernel, groups=wide, bias=False)
 
     def last_tokens(self, tokens: Tensor, view: View, past: dict | None) -> Tensor:
-        """(B,N,ngram_size): the token and those before it in its history, newest first; from the
-        first that is missing or a stop token on, all read as stop tokens. Its own does not cut."""
-        found = [tokens]
+        """(B,N,ngram_size): each token and those before it in its history, newest first. An older
+        token that is missing or a stop token, and all before it, are replaced by the stop token."""
+        last = [tokens]
         for depth in range(1, self.size):
             index = view.ancestor(depth)
             token = gather_history(past and past["tokens"], tokens, index, view.num_trunk_slots)
-            cut = (index < 0) | (found[-1] == self.stop if depth > 1 else False)
-            found.append(torch.where(cut, self.stop, token))
-        return torch.stack(found, -1)
+            cut = index < 0
+            if depth > 1:
+                cut = cut | (last[-1] == self.stop_id)
+            last.append(torch.where(cut, self.stop_id, token))
+        return torch.stack(last, -1)
 
     def forward(self, x: Tensor, tokens: Tensor, view: View, past: dict | None = None):
-        """x (B,N,streams*C) -> what is added to it, what the layer remembers."""
-        split = (self.streams, -1)
+        """x (B,N,streams*C), tokens (B,N) -> what is added to x, the layer's state."""
+        per_stream = (self.streams, -1)
         embedded = self.ple_embedding(self.last_tokens(tokens, view, past), x.dtype)
-        key = self.norm_key(self.key_proj(embedded)).unflatten(-1, split)  # (B, N, streams, C)
-        agree = (key * self.norm_query(x).unflatten(-1, split)).sum(-1, keepdim=True)
-        agree = agree / math.sqrt(key.shape[-1])
-        gate = torch.sigmoid(agree.abs().clamp(min=1e-6).sqrt() * agree.sign())
-        value = (gate * self.value_proj(embedded)[..., None, :]).flatten(-2)
-        conv, older = self.norm_conv(value), past and past["conv"]
-        out = value + short_conv(conv, self.conv1d.weight, older, view, self.size)
+        key = self.norm_key(self.key_proj(embedded)).unflatten(-1, per_stream)  # (B, N, streams, C)
+        query = self.norm_query(x).unflatten(-1, per_stream)
+        match = (key * query).sum(-1, keepdim=True) / math.sqrt(key.shape[-1])
+        gate = torch.sigmoid(match.abs().clamp(min=1e-6).sqrt() * match.sign())
+        value = (gate * self.value_proj(embedded)[..., None, :]).flatten(-2)  # (B, N, streams*C)
+        conv = self.norm_conv(value)
+        older = past and past["conv"]
+        out = value + short_conv(conv, self.conv1d.weight, older, view, dilation=self.size)
         return out, {"tokens": tokens, "conv": conv}
 
 
 class HyperConnection(nn.Module):
-    """How a sublayer reads a token's residual streams, mixed, and (unless it is the last reader)
-    how much of its output each stream takes."""
+    """Connects a sublayer to a token's residual streams: it reads a weighted mean of them, and its
+    output is added to each stream in a share of its own. The last reader of a decoder writes
+    nothing."""
 
     def __init__(self, config: ModelConfig, writes: bool = True):
         super().__init__()
-        self.streams, wide = config.num_streams, config.num_streams * config.hidden_size
-        self.hc_norm = RMSNorm(wide, config.rms_norm_eps, True, self.streams)
+        wide = config.num_streams * config.hidden_size
+        self.streams = config.num_streams
+        self.hc_norm = RMSNorm(wide, config.rms_norm_eps, centred=True, groups=self.streams)
         self.input_mix_weight_down = nn.Linear(wide, config.hc_lowrank, bias=False)
         self.input_mix_weight_up = nn.Linear(config.hc_lowrank, wide, bias=False)
         self.block_inject_weight = nn.Linear(wide, self.streams, bias=False) if writes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B,N,streams*C) -> mixed (B,N,C)."""
-        return self.read(x)[0]
+        """x (B,N,streams*C) -> the mixed input (B,N,C)."""
+        mixed, _ = self.read(x)
+        return mixed
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """mixed (B,N,C) and the normed streams (B,N,streams*C)."""
+        """x (B,N,streams*C) -> the mixed input (B,N,C), and the normed streams for `write`."""
         normed = self.hc_norm(x)
         weights = F.silu(self.input_mix_weight_down(normed) / self.streams)
         weights = self.input_mix_weight_up(weights).sigmoid()
         return (weights * normed).unflatten(-1, (self.streams, -1)).mean(-2), normed
 
     def write(self, x: Tensor, normed: Tensor, out: Tensor) -> Tensor:
-        """The streams x with the sublayer's output (B,N,C) added."""
+        """The streams x (B,N,streams*C) with the sublayer's output (B,N,C) added to each."""
         shares = 2 * torch.sigmoid(self.block_inject_weight(normed) / self.streams)
         return x + (shares[..., None] * out[..., None, :]).flatten(-2)
 
 
 class Layer(nn.Module):
-    """What every decoder layer has along the tokens: attention, or the delta rule."""
+    """The part of a decoder layer that mixes tokens: attention, or the gated delta net."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.linear = config.is_linear(index)
-        name, kind = ("linear_attn", GatedDeltaNet) if self.linear else ("self_attn", Attention)
-        self.add_module(name, kind(config))
+        self.is_linear = config.is_linear(index)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = Attention(config)
 
     def mix(self, x: Tensor, rope, view: View, past: dict | None):
-        if self.linear:
+        """x (B,N,C) -> out (B,N,C), the layer's state of the N tokens."""
+        if self.is_linear:
             return self.linear_attn(x, view, past)
         return self.self_attn(x, rope, view, past)
 
 
 class DecoderLayer(Layer):
-    """x + mix(norm(x)), then x + mlp(norm(x)). Targets and drafters are stacks of these."""
+    """y = x + mix(norm(x)), then y + mlp(norm(y)). Targets and drafters are stacks of these."""
 
     def __init__(self, config: ModelConfig, index: int = 0):
         super().__init__(config, index)
@@ -505,35 +808,40 @@ class DecoderLayer(Layer):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
-        """x (B,N,C) -> x, what the layer remembers, what it read (for taps: its input)."""
+        """x (B,N,C) -> out (B,N,C), the layer's state, and its input for taps (B,N,C)."""
         mixed, new = self.mix(self.input_layernorm(x), rope, view, past)
         y = x + mixed
         return y + self.mlp(self.post_attention_layernorm(y)), new, x
 
 
 class StreamLayer(Layer):
-    """The same on several residual streams, read and written by hyper-connections, with a mixture
-    of experts, and an n-gram layer before some."""
+    """A decoder layer on several residual streams: hyper-connections read and write them, the MLP
+    is a mixture of experts, and some layers begin with an n-gram layer."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        own = index + 1 in config.ple_layer_ids
-        self.ple = NGramLayer(config, config.ple_layer_ids.index(index + 1)) if own else None
+        number = index + 1  # n-gram layers are counted from 1
+        if number in config.ple_layer_ids:
+            self.ple = NGramLayer(config, config.ple_layer_ids.index(number))
+        else:
+            self.ple = None
         self.attn_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
         self.mlp = MixtureOfExperts(config)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
-        """x (B,N,streams*C) -> x, what the layer remembers, what it read (B,N,C)."""
-        extra = {}
+        """x (B,N,streams*C), tokens (B,N) -> out, the layer's state, and its mixed input for taps
+        (B,N,C)."""
+        ngram_state = {}
         if self.ple:
-            added, extra = self.ple(x, tokens, view, past)
+            added, ngram_state = self.ple(x, tokens, view, past)
             x = x + added
-        entry, normed = self.attn_hyper_connection.read(x)
-        mixed, new = self.mix(entry, rope, view, past)
+        layer_input, normed = self.attn_hyper_connection.read(x)
+        mixed, new = self.mix(layer_input, rope, view, past)
         x = self.attn_hyper_connection.write(x, normed, mixed)
-        inner, normed = self.mlp_hyper_connection.read(x)
-        return self.mlp_hyper_connection.write(x, normed, self.mlp(inner)), new | extra, entry
+        mlp_input, normed = self.mlp_hyper_connection.read(x)
+        x = self.mlp_hyper_connection.write(x, normed, self.mlp(mlp_input))
+        return x, new | ngram_state, layer_input
 
 
 class Decoder(nn.Module):
@@ -543,32 +851,34 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        kind = StreamLayer if config.streams else DecoderLayer
-        self.layers = nn.ModuleList(kind(config, i) for i in range(config.num_hidden_layers))
+        layer_class = StreamLayer if config.streams else DecoderLayer
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
         if config.streams:
             self.hyper_connection_mixer = HyperConnection(config, writes=False)
         else:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.hybrid)
 
     def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
-        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, what each layer
-        remembers.
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's
+        state of the N tokens.
 
-        A tap is the output of decoder layer L (0-based), before any final norm: what layer L + 1
-        reads. With streams that is their mix (B,N,C), after the last layer the final hidden.
+        Tap L is the output of decoder layer L (0-based) before any final norm, which is the input
+        of layer L + 1. With streams it is their mix (B,N,C), and after the last layer the final
+        hidden.
         """
         x = self.embed_tokens(tokens)  # (B, N, C)
         x = x.repeat(1, 1, self.config.num_streams)
         rope = rotary(view.positions, self.config.rotary_dim, self.config.rope_theta)
-        entries, states = [], []
+        inputs = []  # of each layer, where tapped
+        states = []
         for index, layer in enumerate(self.layers):
-            x, state, entry = layer(x, rope, view, past[index] if past else None, tokens)
+            x, state, layer_input = layer(x, rope, view, past[index] if past else None, tokens)
             states.append(state)
-            entries.append(entry if index - 1 in tap_ids else None)
+            inputs.append(layer_input if index - 1 in tap_ids else None)
         hidden = self.hyper_connection_mixer(x) if self.config.streams else self.norm(x)
-        entries.append(hidden if self.config.streams else x)
-        tapped = torch.cat([entries[i + 1] for i in tap_ids], -1) if tap_ids else None
-        return hidden, tapped, states
+        inputs.append(hidden if self.config.streams else x)
+        taps = torch.cat([inputs[i + 1] for i in tap_ids], -1) if tap_ids else None
+        return hidden, taps, states
 
 
 def init_weights(module: nn.Module, std: float = 0.02) -> None:
@@ -580,32 +890,56 @@ def init_weights(module: nn.Module, std: float = 0.02) -> None:
         nn.init.normal_(module.down_proj, std=std)
 
 
+# --------------------------------------------------------------------------------------- the lesson
+
+
+def attention_by_hand() -> None:
+    """Two tokens, one head of width 2, in plain Python numbers."""
+    q = [[1.0, 0.0], [0.5, 1.0]]
+    k = [[0.0, 1.0], [1.0, 1.0]]
+    v = [[1.0, 2.0], [3.0, 0.0]]
+    print("1. Attention of two tokens, one head of width 2. Token 1 sees tokens 0 and 1:\n")
+    print("   token   q            k            v")
+    for t in range(2):
+        print(f"   {t}       {q[t]}   {k[t]}   {v[t]}")
+    scores = [sum(a * b for a, b in zip(q[1], k[s])) / math.sqrt(2) for s in range(2)]
+    exponentials = [math.exp(score) for score in scores]
+    weights = [number / sum(exponentials) for number in exponentials]
+    out = [sum(weights[s] * v[s][d] for s in range(2)) for d in range(2)]
+    print(f"\n   scores  q_1 · k_s / sqrt(2)   {rounded(scores)}")
+    print(f"   weights softmax               {rounded(weights)}")
+    print(f"   out     sum of weight * v_s   {rounded(out)}")
+    kv = torch.stack([torch.tensor(k), torch.tensor(v)], 1)[None, :, :, None]  # (1, 2, 2, 1, 2)
+    both = attention(torch.tensor(q)[None, :, None], kv, None)  # (1, 2, 1, 2)
+    print(f"   the function `attention`      {rounded(both[0, 1, 0].tolist())}")
+
+
+def rounded(numbers) -> list[float]:
+    return [round(number, 4) for number in numbers]
+
+
 def main():
     torch.manual_seed(0)
-    config = ModelConfig(
-        num_hidden_layers=1,
-        hidden_size=8,
-        intermediate_size=16,
-        head_dim=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=11,
-    )
+    attention_by_hand()
+    sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
+    config = ModelConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     decoder = Decoder(config).apply(init_weights)
-    print("a decoder of one layer, tensor by tensor (Hugging Face's names):")
+    print("\n2. The same token at positions 0, 1, 2 has keys of one length, turned (rotary):\n")
+    rope = rotary(torch.arange(3)[None], config.head_dim, config.rope_theta)
+    kv = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
+    for position, key in enumerate(kv[0, :, 0, 0]):
+        print(f"   {position}: {rounded(key.tolist())}  length {key.norm():.4f}")
+    print("\n3. A decoder of one layer, tensor by tensor (Hugging Face's names):\n")
     for name, tensor in decoder.named_parameters():
-        print(f"  {name:48s} {tuple(tensor.shape)}")
+        print(f"   {name:40s} {tuple(tensor.shape)}")
     tokens = torch.tensor([[1, 2, 3, 4]])
-    a = decoder(tokens, causal_view(1, 4))[0][0, 3]
-    past = decoder(tokens[:, :3], causal_view(1, 3))[2]
-    b = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)[0][0, 0]
-    print("\nfinal hidden of token 3, run with its past, and alone on what tokens 0..2 left:")
-    print(*(f"   {[round(v, 4) for v in hidden.tolist()]}" for hidden in (a, b)), sep="\n")
-    print(f"   largest difference {(a - b).abs().max().item():.1e}")
-    rope = rotary(torch.arange(3)[None], 4, 1e4)
-    state = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
-    print("\nthe same token at positions 0, 1, 2 has keys of one length, turned (rotary):")
-    print(*(f"   {[round(v, 3) for v in key.tolist()]}" for key in state[0, :, 0, 0]), sep="\n")
+    whole, _, _ = decoder(tokens, causal_view(1, 4))
+    _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
+    cached, _, _ = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)
+    print("\n4. The final hidden state of token 3, run with tokens 0..2, and run on their state:\n")
+    print(f"   {rounded(whole[0, 3].tolist())}")
+    print(f"   {rounded(cached[0, 0].tolist())}")
+    print(f"   largest difference {(whole[0, 3] - cached[0, 0]).abs().max().item():.1e}")
 
 
 if __name__ == "__main__":

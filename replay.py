@@ -1,62 +1,49 @@
-"""Recurrent state along a tree: the gated delta rule, and how a branch gets its anchor's state.
+"""The gated delta rule, and how every branch gets the recurrent state at its anchor.
 
-A linear-attention layer (gated delta net) keeps a matrix S per head instead of keys and values:
+A linear-attention layer (gated delta net) keeps no keys and values but one matrix S per head. Each
+token t lets S decay by e^{g_t}, writes the part of its value v_t that S does not know yet under its
+key k_t, and reads with its query q_t:
 
-    S <- e^g S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q           (1)
+    S <- e^{g_t} S     u_t = beta_t (v_t - S^T k_t)     S <- S + k_t u_t^T     o_t = S^T q_t     (1)
 
-A mask cannot isolate branches from it: whatever ran before has been mixed into S. But every u_t is
-known once the trunk has run, so the state after any trunk token a follows from the last checkpoint
-c at or before it, in one product (indexed state replay), G_t being the sum of g over c+1..t:
+A mask cannot isolate branches from S, because everything that ran before is mixed into it. The
+state must be rebuilt at each anchor:
 
-    S_a = e^{G_a} S_c + sum over c < t <= a of  e^{G_a - G_t} k_t u_t^T                     (2)
+    1. `recurrent` is equation (1), token by token.
+    2. `delta_rule_chunk` computes it for many tokens at once. Each u_t is linear in the u of the
+       tokens before it, so one triangular system gives all of them.
+    3. While the trunk runs, the state after every n-th token is kept: the checkpoints.
+    4. `replay_states` gets the state after any trunk token a from the last checkpoint c at or
+       before it, in one product, because every u_t is known. G_t is the sum of g over c+1..t:
 
-and the nodes that leave the trunk at a follow from S_a by the same rule with a tree for a past:
-`chunk` takes any set of tokens with a table of who is whose ancestor, so that a stretch of trunk, a
-chain and a whole tree are one function. All sums are float32, whatever the target's dtype.
+           S_a = e^{G_a} S_c + sum over c < t <= a of  e^{G_a - G_t} k_t u_t^T                   (2)
+
+    5. `delta_rule_on_tree` runs the nodes that leave the trunk at a from S_a. It is
+       `delta_rule_chunk` with the tree's ancestors as the tokens before.
 
 Shapes: q, k (..., N, H_k, D_k), v, u, o (..., N, H, D_v), g, beta (..., N, H), S (..., H, D_k,
-D_v); value head j reads key head j // (H / H_k).
+D_v). Value head j uses key head j // (H / H_k). All sums are float32, whatever the target's dtype.
+Left out: the state of every node, which only a commit needs (`advance_state` gives it then).
 
-    python replay.py            five tokens replay_states, with the numbers
+    python replay.py            eight tokens: states, a replay and two branches in numbers
     pytest tests/test_replay.py
 """
+
+import math
+import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-import kernels
-from tree import View, gather_history, gather_slots
+from tree import View, build_tree, gather_history, gather_slots
 
 CHUNK = 64  # tokens whose u are solved for at once; memory grows with its square
-PER_TOKEN = ("qkv", "k", "u", "g")  # what the layer remembers of each token
+PER_TOKEN = ("qkv", "k", "u", "g")  # what a linear layer keeps of each token
+KERNEL_DEVICES = ("cuda",)  # where flash-linear-attention's kernels run
+KERNEL_TOLERANCE = 1e-5  # how far from ours they may be, as a share of the largest number
 
-
-def positional_names(state: dict) -> list[str]:
-    """The names of what a layer of any kind remembers for each trunk position."""
-    fixed = ("states", "after", "base", *(PER_TOKEN if "base" in state else ()))
-    return [name for name in state if name not in fixed]
-
-
-def token_bytes(config, size: int) -> int:
-    """What a linear layer keeps of each token: q, k, v before the convolution (`size` bytes a
-    number), k, u and g of the rule in float32."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    return size * (2 * keys + values) + 4 * (keys + values + config.linear_num_value_heads)
-
-
-def state_bytes(config) -> int:
-    """A linear layer's state, float32."""
-    per_head = config.linear_key_head_dim * config.linear_value_head_dim
-    return 4 * config.linear_num_value_heads * per_head
-
-
-def checkpoint_spacing(config, size: int) -> int:
-    """Tokens between checkpoints: so many that these take no more memory than what is kept of each
-    token (`size` bytes a number of its dtype) anyway, in whole chunks, whose ends cost a prefill
-    nothing. More could save at most half, and make replays longer."""
-    tokens = state_bytes(config) // token_bytes(config, size)
-    return max(1, -(-tokens // CHUNK)) * CHUNK
+# ---------------------------------------------------------------------- 1. the rule, token by token
 
 
 def l2_normed(x: Tensor) -> Tensor:
@@ -64,121 +51,162 @@ def l2_normed(x: Tensor) -> Tensor:
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(..., H_k, D) -> (..., H, D): each key head serves H / H_k value heads next to each other."""
+    """(..., H_k, D) -> (..., H, D): each key head serves H / H_k neighbouring value heads."""
     return x if x.shape[-2] == num_heads else x.repeat_interleave(num_heads // x.shape[-2], -2)
 
 
 def recurrent(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation (1), token by token: the twin of everything below. -> o, u, the last state."""
-    k, q = (expand_heads(x, v.shape[-2]) for x in (k, q))
+    """Equation (1), token by token -> o, u, the last state. The slow twin of everything below."""
+    S = state
+    q, k = expand_heads(q, v.shape[-2]), expand_heads(k, v.shape[-2])
     o, u = torch.empty_like(v), torch.empty_like(v)
     for t in range(v.shape[-3]):
         q_t, k_t, v_t = (x[..., t, :, :, None] for x in (q, k, v))  # (..., H, D, 1)
-        state = g[..., t, :, None, None].exp() * state
-        u_t = beta[..., t, :, None, None] * (v_t - state.mT @ k_t)
-        state = state + k_t @ u_t.mT
-        o[..., t, :, :], u[..., t, :, :] = (state.mT @ q_t)[..., 0], u_t[..., 0]
-    return o, u, state
+        S = g[..., t, :, None, None].exp() * S
+        u_t = beta[..., t, :, None, None] * (v_t - S.mT @ k_t)
+        S = S + k_t @ u_t.mT
+        o[..., t, :, :] = (S.mT @ q_t)[..., 0]
+        u[..., t, :, :] = u_t[..., 0]
+    return o, u, S
+
+
+# ------------------------------------------------------------------------- 2. many tokens at once
 
 
 def delta_rule_chunk(q, k, v, g, beta, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """o and u of N tokens at once, which hang on one state. seen (..., N, N): row i checkpoint_tokens token i
-    and its ancestors, all at or before i.
+    """o and u of N tokens at once, all of which start from one state.
 
-    Each u is linear in those of its ancestors: one triangular system for all.
+    seen (..., N, N): row i marks token i and the tokens before it in its history, none of them
+    later than i. A stretch of text has a lower triangle, a tree its ancestors.
     """
     H = v.shape[-2]
     q, k, v = (x.transpose(-2, -3) for x in (expand_heads(q, H), expand_heads(k, H), v))
     beta, seen = beta.mT[..., None], seen[..., None, :, :]  # (..., H, N, 1), (..., 1, N, N)
-    total = seen.to(g.dtype) @ g.mT[..., None]  # (..., H, N, 1) sum of g along each token's path
-    decay = torch.where(seen, total - total.mT, -torch.inf).exp()  # (..., H, N, N)
-    new = beta * (v - total.exp() * (k @ state))  # what the state does not know yet
-    among = beta * (k @ k.mT) * decay
-    u = torch.linalg.solve_triangular(among, new, upper=False, unitriangular=True)
-    o = total.exp() * (q @ state) + ((q @ k.mT) * decay) @ u
+    G = seen.to(g.dtype) @ g.mT[..., None]  # (..., H, N, 1) the sum of g along each history
+    decay = torch.where(seen, G - G.mT, -torch.inf).exp()  # (..., H, N, N)
+    unknown = beta * (v - G.exp() * (k @ state))  # what the state does not know yet
+    among = beta * (k @ k.mT) * decay  # how much of it the other tokens write
+    u = torch.linalg.solve_triangular(among, unknown, upper=False, unitriangular=True)
+    o = G.exp() * (q @ state) + ((q @ k.mT) * decay) @ u
     return o.transpose(-2, -3), u.transpose(-2, -3)
 
 
 def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """Equation (2): the state after N more tokens, of which each follows the one before it."""
+    """Equation (2): the state after N more tokens, each of which follows the one before it."""
     if not k.shape[-3]:
         return state
-    total = g.cumsum(-2)  # (..., N, H)
-    left = (total[..., -1:, :] - total).exp()
-    k = (expand_heads(k, u.shape[-2]) * left[..., None]).transpose(-2, -3)  # (..., H, N, D_k)
-    return total[..., -1, :, None, None].exp() * state + k.mT @ u.transpose(-2, -3)
+    G = g.cumsum(-2)  # (..., N, H)
+    decay = (G[..., -1:, :] - G).exp()
+    k = (expand_heads(k, u.shape[-2]) * decay[..., None]).transpose(-2, -3)  # (..., H, N, D_k)
+    return G[..., -1, :, None, None].exp() * state + k.mT @ u.transpose(-2, -3)
 
 
 def delta_rule(
     q, k, v, g, beta, state: Tensor, checkpoint_tokens=()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`recurrent` for a stretch of text, CHUNK tokens at a time -> o, u, states (B,M,H,D_k,D_v):
-    after each marked token, and last after them all. By kernels where they serve."""
-    if kernels.serve(v, *k.shape[-2:], checkpoint_tokens, CHUNK, chunk_by_chunk):
-        return kernels.stretch(q, k, v, g, beta, state, checkpoint_tokens, CHUNK)
+    """`recurrent` for a stretch of text -> o, u, states (B,M,H,D_k,D_v): after each checkpoint
+    token, and last after them all. On a GPU by outside kernels, if they agree with ours."""
+    ends_of_chunks = all((token + 1) % CHUNK == 0 for token in checkpoint_tokens)
+    if v.device.type in KERNEL_DEVICES and ends_of_chunks and not v.requires_grad:
+        if kernels_agree(v.device, *k.shape[-2:], *v.shape[-2:]):
+            return kernel_delta_rule(q, k, v, g, beta, state, checkpoint_tokens)
     return chunk_by_chunk(q, k, v, g, beta, state, checkpoint_tokens)
 
 
 def chunk_by_chunk(
     q, k, v, g, beta, state: Tensor, checkpoint_tokens=()
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`delta_rule` in torch, CHUNK tokens at a time. Checkpoint tokens end a chunk early."""
     N = v.shape[-3]
-    ends = sorted({*range(CHUNK, N, CHUNK), *(m + 1 for m in checkpoint_tokens), N})
-    outputs, news, states = [], [], []
+    ends = sorted({*range(CHUNK, N, CHUNK), *(token + 1 for token in checkpoint_tokens), N})
+    outputs, written, states = [], [], []
     for start, end in zip([0, *ends], ends):
-        part = [x[:, start:end] for x in (q, k, v, g, beta)]
+        q_c, k_c, v_c, g_c, beta_c = (x[:, start:end] for x in (q, k, v, g, beta))
         seen = torch.ones(end - start, end - start, dtype=torch.bool, device=v.device).tril()
-        o, u = delta_rule_chunk(*part, state, seen)
-        state = advance_state(state, part[1], u, part[3])
+        o, u = delta_rule_chunk(q_c, k_c, v_c, g_c, beta_c, state, seen)
+        state = advance_state(state, k_c, u, g_c)
         outputs.append(o)
-        news.append(u)
-        states += [state] * ((end - 1 in checkpoint_tokens) + (end == N))
-    return torch.cat(outputs, 1), torch.cat(news, 1), torch.stack(states, 1)
+        written.append(u)
+        if end - 1 in checkpoint_tokens:
+            states.append(state)
+    states.append(state)
+    return torch.cat(outputs, 1), torch.cat(written, 1), torch.stack(states, 1)
 
 
-def replay_states(past: dict, positions: Tensor) -> Tensor:
-    """The states after trunk positions (B,P), -1 = before the first token -> (B,P,H,D_k,D_v): from
-    the nearest checkpoint at or before each, all in one product (paper: indexed state replay)."""
-    after = past["after"][:, None]  # (B, 1, M)
-    nearest, index = torch.where(after <= positions[..., None], after, -2).max(-1)  # (B, P)
-    state = gather_slots(past["states"], index) * (nearest >= 0)[..., None, None, None]
-    if "base" in past:  # only the end is kept, and asked for
-        return state
-    nearest = nearest.clamp(min=-1)
-    window = int((positions - nearest).max())
-    slots = nearest[..., None] + 1 + torch.arange(window, device=positions.device)  # (B, P, n)
-    inside = (slots <= positions[..., None])[..., None]
-    slots = slots.flatten(1).clamp(0, past["k"].shape[1] - 1)
-    shape = (positions.shape[1], window)
-    k, u, g = (gather_slots(past[name], slots).unflatten(1, shape) for name in ("k", "u", "g"))
-    return advance_state(state, k, u * inside[..., None], g * inside)
+def kernel_delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens):
+    """`delta_rule` by flash-linear-attention's kernels (pip install flash-linear-attention). Its
+    public function hides u and the states between chunks, so its parts are called, in float32."""
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # not TF32
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+    from fla.ops.common.chunk_o import chunk_fwd_o
+    from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
+    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+    from fla.ops.utils import chunk_local_cumsum, solve_tril
+    from fla.ops.utils.constant import RCP_LN2
+
+    q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
+    G = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2)  # they decay by powers of two
+    A = chunk_scaled_dot_kkt_fwd(k=k, g=G, beta=beta, chunk_size=CHUNK, output_dtype=torch.float32)
+    A = solve_tril(A=A, output_dtype=torch.float32)
+    w, unknown = recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=G)
+    before, u, last = chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=unknown, g=G, initial_state=state, output_final_state=True, chunk_size=CHUNK
+    )
+    o = chunk_fwd_o(q=q, k=k, v=u, h=before, g=G, scale=1.0, chunk_size=CHUNK)
+    after = torch.cat([before[:, 1:], last[:, None]], 1)  # the state after each chunk
+    return o, u, after[:, [*((token + 1) // CHUNK - 1 for token in checkpoint_tokens), -1]]
 
 
-def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Tensor]:
-    """o and u (B,N,H,D_v) of a tree's nodes: each group of nodes hangs on the state of its root."""
-    B, P, m = view.groups.shape
-    N, T = v.shape[1], view.num_trunk_slots
-    nodes = view.groups.clamp(min=0)
-    real = (view.groups >= 0) & gather_slots(view.valid, nodes.flatten(1)).view(B, P, m)
-    q, k, v, g, beta = (
-        gather_slots(x, nodes.flatten(1)).unflatten(1, (P, m)) for x in (q, k, v, g, beta)
-    )  # (B, P, m, ...)
-    among = view.mask[:, 0, :, T:]  # (B, N, N)
-    rows = torch.arange(B, device=nodes.device)[:, None, None, None]
-    seen = among[rows, nodes[..., :, None], nodes[..., None, :]] & real[..., None, :]
-    if past is None:  # nothing has run yet
-        state = v.new_zeros(B, P, v.shape[-2], k.shape[-1], v.shape[-1])
-    else:
-        state = replay_states(past, view.roots)
-    results = delta_rule_chunk(q, k, v, g * real[..., None], beta * real[..., None], state, seen)
-    home = torch.where(view.groups >= 0, view.groups, N).flatten(1)  # N is cut off
+@lru_cache
+@torch.no_grad()
+def kernels_agree(device, H_k: int, D_k: int, H: int, D_v: int) -> bool:
+    """Whether the kernels agree with `chunk_by_chunk` on random tokens. Prints which path runs."""
+    N, generator = 2 * CHUNK + 7, torch.Generator().manual_seed(0)
+    shapes = ((N, H_k, D_k), (N, H_k, D_k), (N, H, D_v), (N, H), (N, H), (H, D_k, D_v))
+    q, k, v, g, beta, S = (torch.randn(2, *s, generator=generator).to(device) for s in shapes)
+    tokens = (l2_normed(q), l2_normed(k), v, -g.abs() / 9, beta.sigmoid(), S / D_k, (CHUNK - 1,))
+    gap, why = math.inf, ""
+    try:
+        pairs = zip(kernel_delta_rule(*tokens), chunk_by_chunk(*tokens))
+        gap = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+    except Exception as error:  # not installed, another version, or a kernel that fails
+        why = f", {error!r:.120}"
+    path = "flash-linear-attention" if gap < KERNEL_TOLERANCE else "torch operations"
+    print(f"gated delta rule by {path} (the kernels' relative error: {gap:.0e}{why})")
+    return gap < KERNEL_TOLERANCE
 
-    def back(x: Tensor) -> Tensor:  # (B, P, m, H, D) -> (B, N, H, D)
-        out = x.new_zeros(B, N + 1, *x.shape[3:])
-        out[rows[..., 0, 0], home] = x.flatten(1, 2)
-        return out[:, :N]
 
-    return back(results[0]), back(results[1])
+# ----------------------------------------------------------------------------------- 3. checkpoints
+
+
+def token_bytes(config, itemsize: int) -> int:
+    """Bytes that a linear layer keeps of each token: q, k, v before the convolution (`itemsize`
+    bytes a number), and the rule's k, u, g in float32."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return itemsize * (2 * keys + values) + 4 * (keys + values + config.linear_num_value_heads)
+
+
+def state_bytes(config) -> int:
+    """Bytes of a linear layer's state, float32."""
+    per_head = config.linear_key_head_dim * config.linear_value_head_dim
+    return 4 * config.linear_num_value_heads * per_head
+
+
+def checkpoint_spacing(config, itemsize: int) -> int:
+    """Tokens between checkpoints: as many as make the checkpoints no larger than what is kept of
+    each token anyway, rounded up to whole chunks, whose ends cost a prefill nothing. A wider
+    spacing could save at most half of the memory, and would make replays longer."""
+    tokens = state_bytes(config) // token_bytes(config, itemsize)
+    return max(1, math.ceil(tokens / CHUNK)) * CHUNK
+
+
+def positional_names(state: dict) -> list[str]:
+    """The names in a layer's state, of whatever kind, that have one entry per trunk position."""
+    others = ["states", "after", "base"]
+    if "base" in state:  # only the end of the trunk is kept, see `last_tokens`
+        others += PER_TOKEN
+    return [name for name in state if name not in others]
 
 
 def extended_checkpoints(
@@ -187,60 +215,143 @@ def extended_checkpoints(
     path: Tensor,
     lengths: Tensor,
     checkpoint_tokens=(),
-    keep: bool = False,
+    keep_last: bool = False,
 ) -> dict:
-    """The trunk's checkpoints once the nodes on path (B,P; -1 behind the last) have joined it:
-    those it had, those at the checkpoint_tokens (token numbers in path), and the one after its last token. The
-    one after what was the last stays if `keep`."""
-    last = lengths - 1 + (path >= 0).sum(1)
-    after = [torch.minimum(lengths + mark, last) for mark in checkpoint_tokens] + [last]
-    if "states" in new:
-        states = new["states"]
-    else:
-        there = (path >= 0)[..., None]
-        k, u, g = (gather_slots(new[name], path.clamp(min=0)) for name in ("k", "u", "g"))
-        states = advance_state(past["states"][:, -1], k, u * there[..., None], g * there)[:, None]
+    """The trunk's checkpoints once the tokens path (B,P; -1 behind the last) of `new` have joined
+    its `lengths` tokens: the old ones, those after the checkpoint tokens (numbers in path), and the
+    one after the new last token. The one after the old last token goes, unless `keep_last`."""
+    last = lengths - 1 + (path >= 0).sum(1)  # (B,) the new last token
+    after = [torch.minimum(lengths + token, last) for token in checkpoint_tokens] + [last]
     after = torch.stack(after, 1)  # (B, M)
+    if "states" in new:  # a stretch of text
+        states = new["states"]
+    else:  # nodes of a tree: their states are not known yet
+        joins = (path >= 0)[..., None]
+        k, u, g = (gather_slots(new[name], path.clamp(min=0)) for name in ("k", "u", "g"))
+        states = advance_state(past["states"][:, -1], k, u * joins[..., None], g * joins)[:, None]
     if past is not None:
-        old = slice(None, None if keep else -1)
+        old = slice(None, None if keep_last else -1)
         states = torch.cat([past["states"][:, old], states], 1)
         after = torch.cat([past["after"][:, old], after], 1)
     return {"states": states, "after": after}
 
 
 def last_tokens(past: dict | None, new: dict, path: Tensor, lengths: Tensor, size: int) -> dict:
-    """What is kept per token where only the end of the trunk matters: the last `size` tokens, slot
-    0 being position `base`."""
+    """What is kept per token where only the end of the trunk counts: the last `size` tokens, slot
+    0 at position `base`. Arguments as in `extended_checkpoints`."""
     base = lengths + (path >= 0).sum(1) - size  # (B,)
     positions = base[:, None] + torch.arange(size, device=path.device)
-    kept, start = {"base": base}, lengths[:, None]
+    state = {"base": base}
     for name in PER_TOKEN:
         joining = gather_slots(new[name], path.clamp(min=0))
-        older = (past[name], past["base"][:, None]) if past is not None else (None, 0)
-        kept[name] = gather_history(older[0], joining, positions, start, older[1])
-    return kept
+        older = None if past is None else past[name]
+        older_base = 0 if past is None else past["base"][:, None]
+        state[name] = gather_history(older, joining, positions, lengths[:, None], older_base)
+    return state
+
+
+# ---------------------------------------------------------------------------------------- 4. replay
+
+
+def replay_states(past: dict, positions: Tensor) -> Tensor:
+    """The states (B,P,H,D_k,D_v) after trunk positions (B,P), -1 = before the first token, each
+    from the nearest checkpoint at or before it, in one product (paper: indexed state replay)."""
+    after = past["after"][:, None]  # (B, 1, M)
+    nearest, index = torch.where(after <= positions[..., None], after, -2).max(-1)  # (B, P)
+    state = gather_slots(past["states"], index) * (nearest >= 0)[..., None, None, None]
+    if "base" in past:  # only the state at the end is kept, and no other is wanted
+        return state
+    nearest = nearest.clamp(min=-1)
+    longest = int((positions - nearest).max())
+    slots = nearest[..., None] + 1 + torch.arange(longest, device=positions.device)  # (B, P, n)
+    inside = (slots <= positions[..., None])[..., None]
+    slots = slots.flatten(1).clamp(0, past["k"].shape[1] - 1)
+    shape = (positions.shape[1], longest)
+    k, u, g = (gather_slots(past[name], slots).unflatten(1, shape) for name in ("k", "u", "g"))
+    return advance_state(state, k, u * inside[..., None], g * inside)
+
+
+# -------------------------------------------------------------------------------------- 5. the tree
+
+
+def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Tensor]:
+    """o and u (B,N,H,D_v) of a tree's nodes. Each group of nodes starts from the state of its root,
+    and within it each node sees its ancestors."""
+    B, P, m = view.groups.shape
+    N = v.shape[1]
+    nodes = view.groups.clamp(min=0)  # (B, P, m)
+
+    def grouped(x: Tensor) -> Tensor:  # (B, N, ...) -> (B, P, m, ...)
+        return gather_slots(x, nodes.flatten(1)).unflatten(1, (P, m))
+
+    def ungrouped(x: Tensor) -> Tensor:  # (B, P, m, H, D) -> (B, N, H, D)
+        slots = torch.where(view.groups >= 0, view.groups, N).flatten(1)  # N is cut off
+        out = x.new_zeros(B, N + 1, *x.shape[3:])
+        out[rows[..., 0, 0], slots] = x.flatten(1, 2)
+        return out[:, :N]
+
+    rows = torch.arange(B, device=nodes.device)[:, None, None, None]
+    is_node = (view.groups >= 0) & grouped(view.valid)  # (B, P, m), False = padding
+    ancestors = view.mask[:, 0, :, view.num_trunk_slots :]  # (B, N, N)
+    seen = ancestors[rows, nodes[..., :, None], nodes[..., None, :]] & is_node[..., None, :]
+    if past is None:  # nothing has run yet
+        state = v.new_zeros(B, P, v.shape[-2], k.shape[-1], v.shape[-1])
+    else:
+        state = replay_states(past, view.roots)
+    q, k, v, g, beta = (grouped(x) for x in (q, k, v, g, beta))
+    g, beta = g * is_node[..., None], beta * is_node[..., None]
+    o, u = delta_rule_chunk(q, k, v, g, beta, state, seen)
+    return ungrouped(o), ungrouped(u)
+
+
+# --------------------------------------------------------------------------------------- the lesson
+
+
+def show(state: Tensor) -> str:
+    return str([[round(number, 4) for number in row] for row in state.flatten(0, -3)[0].tolist()])
 
 
 def main():
     torch.manual_seed(0)
     T, H, D = 8, 1, 2
-    q, k = (l2_normed(torch.randn(1, T, H, D)) for _ in range(2))
+    q, k = l2_normed(torch.randn(1, T, H, D)), l2_normed(torch.randn(1, T, H, D))
     v, g, beta = torch.randn(1, T, H, D), -torch.rand(1, T, H), torch.rand(1, T, H)
     start = torch.zeros(1, H, D, D)
-    _, u, states = delta_rule(q, k, v, g, beta, start, checkpoint_tokens=(2,))
-    print("eight tokens, one head of width 2; checkpoint after token 2, anchor at token 7\n")
-    past = {"k": k, "u": u, "g": g, "states": states[:, :1], "after": torch.tensor([[2]])}
-    print("t      g_t    e^(G_a-G_t)   k_t                 u_t")
-    total = g[0, 3:, 0].cumsum(0)
-    for t in range(3, 8):
-        share = (total[-1] - total[t - 3]).exp().item()
+    print("eight tokens, one head of width 2\n\n1. token by token:")
+    for t in (0, 1, 2, 7):
+        upto = (x[:, : t + 1] for x in (q, k, v, g, beta))
+        print(f"   S_{t} = {show(recurrent(*upto, start)[2])}")
+    slow_o, slow_u, slow = recurrent(q, k, v, g, beta, start)
+    o, u, states = delta_rule(q, k, v, g, beta, start, checkpoint_tokens=(2,))
+    print("2. all eight at once, by one triangular system:")
+    gap = max((o - slow_o).abs().max().item(), (u - slow_u).abs().max().item())
+    print(f"   largest difference of o and u {gap:.1e}")
+    print(f"3. checkpoint after token 2: S_2 = {show(states[:, 0])}")
+    print("4. replay from there to an anchor at token a = 7:")
+    print("   t      g_t   e^(G_a-G_t)   k_t              u_t")
+    G = g[0, 3:, 0].cumsum(0)
+    for t in range(3, T):
+        decay = (G[-1] - G[t - 3]).exp().item()
         numbers = "".join(f"{x:8.4f}" for x in (*k[0, t, 0].tolist(), *u[0, t, 0].tolist()))
-        print(f"{t}  {g[0, t, 0].item():7.4f}  {share:10.4f}   {numbers}")
-    direct = replay_states(past, torch.tensor([[7]]))[0, 0, 0]
-    slow = recurrent(q, k, v, g, beta, start)[2][0, 0]
-    for name, state in (("S_7 in one product from S_2", direct), ("S_7 token by token", slow)):
-        print(f"\n{name}: {[[round(x, 4) for x in row] for row in state.tolist()]}")
-    print(f"largest difference {(direct - slow).abs().max().item():.1e}")
+        print(f"   {t}  {g[0, t, 0].item():7.4f}    {decay:8.4f}   {numbers}")
+    past = {"k": k, "u": u, "g": g, "states": states[:, :1], "after": torch.tensor([[2]])}
+    replayed = replay_states(past, torch.tensor([[7]]))
+    print(f"   S_7 in one product = {show(replayed)}")
+    gap = (replayed[:, 0] - slow).abs().max().item()
+    print(f"   S_7 token by token = {show(slow)}: largest difference {gap:.1e}")
+    print("5. two branches of two nodes each leave the trunk at token 4:")
+    branches = torch.tensor([[[[10, 11, 12], [20, 21, 22]]]])  # their last tokens need no node
+    anchors, lengths = torch.tensor([[4]]), torch.tensor([T])
+    tree = build_tree(torch.arange(T)[None], lengths, anchors, branches)
+    trunk = (q, k, v, g, beta)
+    nodes = [x[:, :4].flip(1) for x in trunk]  # any numbers will do
+    packed, _ = delta_rule_on_tree(*nodes, past, tree.view())
+    for first in (0, 2):
+        pair = slice(first, first + 2)
+        branch = [torch.cat([x[:, :5], y[:, pair]], 1) for x, y in zip(trunk, nodes)]
+        alone, _, _ = recurrent(*branch, start)
+        gap = (packed[:, pair] - alone[:, 5:]).abs().max().item()
+        print(f"   nodes {first} and {first + 1}: packed - alone, largest difference {gap:.1e}")
 
 
 if __name__ == "__main__":

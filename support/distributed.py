@@ -3,17 +3,19 @@
     torchrun --nproc_per_node=8 train.py --mode specopd --target FOLDER --drafter FOLDER ...
 
 Every process has the drafter and takes every n-th sequence of a batch. Branches depend on seed,
-step and sequence alone, and a loss is a sum over a denominator of the whole batch (`total`), so the
-gradient is the same however many processes there are. Gradients go through
-DistributedDataParallel; the first process writes, prints and measures.
+step and sequence alone, and a loss is a sum over a denominator of the whole batch, so the gradient
+is the same for any number of processes. Gradients go through DistributedDataParallel; the main
+process writes, prints and measures.
 
-The target is whole on every process, or its layers are spread over all of them (`shard`, FSDP2) and
-each layer is gathered while it runs. Then a process can run it only together with the others, and
-they may want it at different times and unequally often: rollouts end when they end, and AL is
-measured by one. So whoever calls it says so first, and whoever waits for the others (in `total`)
-runs it along with them, on nothing, until all wait (`Pace`).
+The target is whole on every process, or its layers are spread over all of them (FSDP2), and a layer
+is gathered while it runs. Then a layer can run only on all processes together, but they want it
+unequally often: rollouts end when they end, and one process measures AL. `Lockstep` solves this:
 
-    pytest tests/test_distributed.py
+    1. a process announces each call of the target; the others answer by joining the call
+    2. a process that waits for the others (in `all_reduce_sum`) joins their calls on a dummy input
+    3. the wait is over when no process announces a call
+
+    pytest -m slow tests/support/test_distributed.py
 """
 
 import datetime
@@ -27,43 +29,44 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf.tensors import TABLE
+from target import Target
 from tree import causal_view
 
-PATIENCE = datetime.timedelta(hours=2)  # the others wait while the first one measures
-JOINING = datetime.timedelta(seconds=50)  # until all have begun
+TIMEOUT = datetime.timedelta(hours=2)  # the others wait while the main process measures
+START_TIMEOUT = datetime.timedelta(seconds=50)  # until all processes have begun
 
 
-def start(place: str) -> str:
-    """Join the processes that torchrun started, if it did -> this one's device."""
+# --------------------------------------------------------------------------------------- processes
+
+
+def start(device: str) -> str:
+    """Join the processes that torchrun started, if it did -> this process's device."""
     if "RANK" not in os.environ:
-        return place
-    if place.startswith("cuda"):
-        place = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(place)
+        return device
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
     try:
-        store, number, count = next(dist.rendezvous("env://", timeout=JOINING))
+        store, number, count = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
     except RuntimeError as error:
         raise ValueError(
-            "the processes did not meet (a port in use, or fewer of them than "
-            f"WORLD_SIZE): {str(error).splitlines()[0]:.200}"
+            "the processes did not meet (a port in use, or fewer of them than WORLD_SIZE): "
+            f"{str(error).splitlines()[0]:.200}"
         ) from None
-    store.set_timeout(PATIENCE)
-    dist.init_process_group(
-        "nccl" if place.startswith("cuda") else "gloo",
-        timeout=PATIENCE,
-        store=store,
-        rank=number,
-        world_size=count,
-    )
-    if rank():
+    store.set_timeout(TIMEOUT)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=number, world_size=count)
+    if not is_main():
         sys.stdout = open(os.devnull, "w")
-    return place
+    return device
 
 
 def stop() -> None:
+    """Leave the other processes, once all are done."""
     if dist.is_initialized():
         barrier()  # nobody leaves while another may need it
-        _paces.clear()
+        _locksteps.clear()
         dist.destroy_process_group()
 
 
@@ -75,99 +78,9 @@ def num_processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_reduce_sum(x: Tensor) -> Tensor:
-    """The sum of x over all processes, without a gradient."""
-    if num_processes() == 1:
-        return x
-    for pace in _paces:
-        pace.wait()
-    x = x.detach().clone()
-    dist.all_reduce(x)
-    return x
-
-
-def barrier() -> None:
-    """Wait for all processes, running a sharded module along with those that still want it; before
-    messages that are none of ours (DistributedDataParallel's)."""
-    if num_processes() > 1:
-        all_reduce_sum(torch.zeros(1, device=device()))
-
-
-def main_process_first(make):
-    """make() on the first process, and then, when what it makes is there, on the others."""
-    made = None if rank() else make()
-    barrier()
-    return make() if rank() else made
-
-
-class Pace:
-    """Keeps the processes' calls of a sharded module in step: each is announced, and is made by all
-    of them, in earnest or not."""
-
-    def __init__(self, module: nn.Module, idle):
-        self.idle, self.along = idle, False
-        module.register_forward_pre_hook(self.announced, prepend=True)  # before layers are gathered
-
-    def announced(self, *_) -> None:
-        if not self.along:
-            self.called(1.0)
-
-    def called(self, mine: float) -> bool:
-        calls = torch.tensor(mine, device=device())
-        dist.all_reduce(calls)
-        return calls.item() > 0
-
-    def wait(self) -> None:
-        """Until no process calls the module any more; run it along with those that do."""
-        while self.called(0.0):
-            self.along = True
-            self.idle()
-            self.along = False
-
-
-def warm_up() -> None:
-    """Let FSDP2 make the buffers that it gathers into, which inference mode would make its own."""
-    for pace in _paces:
-        pace.idle()
-
-
-_paces: list[Pace] = []  # of the sharded module of this process, if it has one
-
-
-def device() -> str:
-    """Where tensors must be to be sent."""
-    sends = dist.get_backend() if dist.is_initialized() else ""
-    return f"cuda:{torch.cuda.current_device()}" if sends == "nccl" else "cpu"
-
-
-def shard(model: nn.Module, place) -> None:
-    """Spread the parameters of a frozen decoder's layers over all processes. What the host keeps
-    (n-gram tables) and what is outside the layers (embedding, head, norms) stays whole."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    assert not _paces, "waiting processes could not tell two sharded modules apart"
-    if num_processes() == 1:
-        raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
-    mesh = init_device_mesh(device().split(":")[0], (num_processes(),))
-    inside = {
-        p
-        for layer in model.layers
-        for name, p in layer.named_parameters()
-        if not name.endswith(TABLE)
-    }
-    whole = set(model.parameters()) - inside
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, ignored_params=whole)
-    fully_shard(model, mesh=mesh, ignored_params=whole)
-    for layer, following in itertools.pairwise(model.layers):
-        layer.set_modules_to_forward_prefetch([following])
-
-    @torch.no_grad()
-    def idle():
-        model(torch.zeros(1, 1, dtype=torch.long, device=place), causal_view(1, 1, place))
-
-    _paces.append(Pace(model, idle))
+def is_main() -> bool:
+    """Whether this is the process that writes, prints and measures."""
+    return rank() == 0
 
 
 def own_rows(rows: Tensor) -> Tensor:
@@ -175,13 +88,131 @@ def own_rows(rows: Tensor) -> Tensor:
     return rows[rank() :: num_processes()]
 
 
-def data_parallel(module: nn.Module, unused: bool = False) -> nn.Module:
-    """A module whose parameters' gradients are averaged over the processes in backward(). unused:
-    not all of them get one."""
+# ---------------------------------------------------------------------------------------- messages
+
+
+def message_device() -> str:
+    """Where a tensor must be to be sent."""
+    uses_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return f"cuda:{torch.cuda.current_device()}" if uses_gpu else "cpu"
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """The sum of x over all processes, without a gradient."""
+    if num_processes() == 1:
+        return x
+    for lockstep in _locksteps:
+        lockstep.wait()
+    x = x.detach().clone()
+    dist.all_reduce(x)
+    return x
+
+
+def gather_numbers(numbers: list[int]) -> list[list[int]]:
+    """Every process's whole numbers, a row for each process."""
+    rows = torch.zeros(num_processes(), len(numbers), dtype=torch.long, device=message_device())
+    rows[rank()] = torch.tensor(numbers)
+    return all_reduce_sum(rows).tolist()
+
+
+def barrier() -> None:
+    """Wait for all processes. Call it before messages of others (DistributedDataParallel's)."""
+    if num_processes() > 1:
+        all_reduce_sum(torch.zeros(1, device=message_device()))
+
+
+def main_process_first(make):
+    """Run make() on the main process, then on the others, which find what it made."""
+    made = make() if is_main() else None
+    barrier()
+    return made if is_main() else make()
+
+
+def data_parallel(module: nn.Module) -> nn.Module:
+    """A module whose gradients are averaged over the processes in backward()."""
     if num_processes() == 1:
         return module
     barrier()
-    devices = [next(module.parameters()).device]
-    return DistributedDataParallel(
-        module, devices if devices[0].type == "cuda" else None, find_unused_parameters=unused
+    device = next(module.parameters()).device
+    return DistributedDataParallel(module, [device] if device.type == "cuda" else None)
+
+
+# --------------------------------------------------------------------------------- a spread target
+
+
+class Lockstep:
+    """Keeps the processes' calls of a spread module in step.
+
+    Each call is announced and made by all processes; one that has nothing to compute runs the
+    module on a dummy input.
+    """
+
+    def __init__(self, module: nn.Module, run_on_dummy):
+        self.run_on_dummy = run_on_dummy
+        self.joining = False
+        module.register_forward_pre_hook(self._announce, prepend=True)  # before layers are gathered
+
+    def _announce(self, *_) -> None:
+        if not self.joining:
+            self._someone_calls(True)
+
+    def _someone_calls(self, this_one_does: bool) -> bool:
+        calls = torch.tensor(float(this_one_does), device=message_device())
+        dist.all_reduce(calls)
+        return calls.item() > 0
+
+    def wait(self) -> None:
+        """Join the calls of the others until no process calls the module any more."""
+        while self._someone_calls(False):
+            self.joining = True
+            self.run_on_dummy()
+            self.joining = False
+
+
+# At most one, of this process's spread target. It is kept here because whatever sends a message
+# must first join the calls of the others, and most such code has nothing to do with a target.
+_locksteps: list[Lockstep] = []
+
+
+def shard_layers(target: Target, device) -> None:
+    """Spread the parameters of a frozen target's layers over all processes.
+
+    What the host keeps (n-gram tables) and what is outside the layers (embedding, head, norms)
+    stays whole.
+    """
+    # here, because they take a second to import
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    assert not _locksteps, "waiting processes could not tell two spread modules apart"
+    model = target.model
+    mesh = init_device_mesh(message_device().split(":")[0], (num_processes(),))
+    spread = set()
+    for layer in model.layers:
+        spread |= {p for name, p in layer.named_parameters() if not name.endswith(TABLE)}
+    whole = set(model.parameters()) - spread
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    for layer, next_layer in itertools.pairwise(model.layers):
+        layer.set_modules_to_forward_prefetch([next_layer])
+
+    @torch.no_grad()
+    def run_on_dummy() -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        model(token, causal_view(1, 1, device))
+
+    _locksteps.append(Lockstep(model, run_on_dummy))
+
+
+def load_sharded_target(folder, device="cpu", dtype=None) -> Target:
+    """A target as `Target.from_pretrained` loads it, its layers spread over all processes."""
+    if num_processes() == 1:
+        raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
+    target = Target.from_pretrained(
+        folder, device, dtype, before_loading=lambda empty: shard_layers(empty, device)
     )
+    # FSDP2 makes its buffers in the first call; a call in inference mode would spoil them.
+    for lockstep in _locksteps:
+        lockstep.run_on_dummy()
+    return target

@@ -1,15 +1,13 @@
-"""What a long run survives: being stopped, a step that went wrong, a full disk, a damaged file.
+"""What a long run survives: being stopped, a full disk, a damaged file.
 
-A checkpoint holds the drafter, the optimizers, the step and what was counted. Which references a
-step sees and what is drawn there follow from (seed, step, sequence) alone, so there is no state of
-a generator and no place in the data to keep, and a run that goes on is bit for bit the run that was
-never stopped.
+A training state holds the drafter, the optimizers, the step and the sums so far. Which references a
+step sees and which branches it draws follow from (seed, step, sequence) alone, so no generator's
+state is needed, and a run that goes on is bit for bit the run that was never stopped. A stage of a
+story (a target, a drafter) is made once and found done the next time.
 
-    pytest tests/test_resume.py
+    pytest tests/support/test_resume.py
 """
 
-import json
-import math
 import os
 import signal
 import threading
@@ -19,133 +17,140 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from support import distributed, files
+from hf.files import read_json
+from support import distributed
+from support.files import atomic_write, write_json
 
-PATIENCE = 20  # steps after which a gradient's size is compared with those before
-
-
-def place(folder: Path, age: int = 0) -> Path:
-    """The newest checkpoint of a run, or the one that was the newest so many times ago."""
-    return folder / (f"checkpoint.{age}.pt" if age else "checkpoint.pt")
+NEWEST = "training_state.pt"
+OLDER = "training_state.1.pt"  # the one before, for the case that the newest is damaged
 
 
-def load(folder: Path) -> dict | None:
-    """The newest checkpoint that can be read, on the host, None if there never was one; `damaged`
-    are newer ones that cannot."""
-    paths = [path for age in range(100) if (path := place(folder, age)).is_file()]
+# ------------------------------------------------------------------------------------------ stages
+
+
+def check_same(made_with: dict, wanted: dict, source) -> None:
+    """Raise a ValueError that names the first field in which `source` was made differently."""
+    for key, value in wanted.items():
+        if made_with.get(key) != value:
+            raise ValueError(
+                f"{source} was made with {key} = {made_with.get(key)!r}, this run has {value!r}: "
+                "choose another --out or remove it"
+            )
+
+
+def stage(folder: Path, made_with: dict, make) -> dict:
+    """Run make() -> its result, once: a folder with a stage.json is done, if made alike."""
+    record_path = folder / "stage.json"
+    if record_path.is_file():
+        record = read_json(record_path)
+        if not {"made_with", "result"} <= record.keys():
+            raise ValueError(f"{record_path} does not say what was made: remove it")
+        check_same(record["made_with"], made_with, folder)
+        print(f"{folder} is there, kept")
+        return record["result"]
+    if (folder / "model.safetensors").exists() and not (folder / NEWEST).exists():
+        raise ValueError(f"{folder} holds a model that this run did not make: choose another --out")
+    result = make()
+    write_json(record_path, {"made_with": made_with, "result": result})
+    return result
+
+
+# ---------------------------------------------------------------------------------- training state
+
+
+def load_training_state(folder: Path) -> dict | None:
+    """Read the newest training state that is not damaged, on the host; None if there is none.
+
+    Added to it: "path", and "damaged", the paths of newer ones that could not be read.
+    """
+    paths = [path for path in (folder / NEWEST, folder / OLDER) if path.is_file()]
     damaged = []
     for path in paths:
         try:
-            saved = dict(torch.load(path, weights_only=True, map_location="cpu"))
+            state = dict(torch.load(path, weights_only=True, map_location="cpu"))
         except (OSError, MemoryError):
-            raise  # which says nothing about the file
-        except Exception as error:  # torch raises many kinds for a damaged one
-            damage = f"{path} is damaged, remove it: {error!r:.80}"
-            print(f"{damage}; an older one is tried")
+            raise  # these say nothing about the file
+        except Exception as error:  # torch raises many kinds for a damaged file
+            message = f"{path} is damaged, remove it: {repr(error)[:80]}"
+            print(f"{message}; an older one is tried")
             damaged.append(path)
             continue
-        return saved | {"path": path, "damaged": damaged}
-    if paths:
-        raise ValueError(damage)
+        return state | {"path": path, "damaged": damaged}
+    if damaged:
+        raise ValueError(message)
     return None
 
 
-def agree(saved: dict | None, texts: Tensor) -> None:
-    """All processes go on from one step, or all start, on the same texts; damaged checkpoints step
-    aside, so that they do not push out good ones."""
-    start, size = saved["step"] if saved else -1, distributed.num_processes()
-    # below 2^24, so that sums of squares are exact
-    known = zlib.crc32(texts.contiguous().numpy()) % 2**24 if size > 1 else 0
-    mine = torch.tensor([start, start**2, known, known**2], device=distributed.device())
-    sums = distributed.all_reduce_sum(mine).tolist()
-    if sums[:2] != [size * start, size * start**2]:
+def check_processes_agree(state: dict | None, texts: Tensor) -> None:
+    """Raise a ValueError unless all processes go on from one step, with the same references."""
+    step = state["step"] if state else -1
+    checksum = zlib.crc32(texts.contiguous().numpy()) if distributed.num_processes() > 1 else 0
+    steps, checksums = zip(*distributed.gather_numbers([step, checksum]))
+    if len(set(steps)) > 1:
         raise ValueError(
-            f"this process goes on from step {start} (-1: it found none), others do "
-            "not: is the disk the same for all?"
+            f"the processes go on from steps {list(steps)} (-1: from none): is the disk the same "
+            "for all?"
         )
-    if sums[2:] != [size * known, size * known**2]:
+    if len(set(checksums)) > 1:
         raise ValueError("the processes have different references: is the disk the same for all?")
-    for one in saved["damaged"] if saved and distributed.rank() == 0 else ():
-        os.replace(one, one.with_suffix(".damaged"))
 
 
-def log_lines(path: Path, steps: int) -> list[str]:
-    """The lines of a log up to a step, which has one for each; those that were lost are counted."""
-
-    def number(line: str) -> float:
-        try:
-            return json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            return math.inf
-
-    text = path.read_text(errors="replace") if steps and path.is_file() else ""
-    lines = [line for line in text.splitlines(keepends=True) if number(line) <= steps]
-    if len(lines) < steps:
-        print(f"{path} has lost {steps - len(lines)} of {steps} lines; the run goes on")
-    return lines
+def set_damaged_aside(state: dict | None) -> None:
+    """Rename damaged files, so that they do not push out good ones."""
+    for path in state["damaged"] if state and distributed.is_main() else ():
+        os.replace(path, path.with_suffix(".damaged"))
 
 
-def restore(saved: dict, drafter: nn.Module, optimizers: list) -> None:
+def restore(state: dict, drafter: nn.Module, optimizers: list) -> None:
+    """Put a training state back into the drafter and its optimizers."""
     try:
-        drafter.load_state_dict(saved["drafter"])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        drafter.load_state_dict(state["drafter"])
+        for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{saved['path']} does not fit this drafter: {' '.join(str(error).split()):.200}"
-        ) from None
+        details = " ".join(str(error).split())[:200]
+        raise ValueError(f"{state['path']} does not fit this drafter: {details}") from None
 
 
-def save(folder: Path, state: dict, keep: int = 1) -> None:
-    """Write a checkpoint whole, or not at all; `keep` of them stay, this one included."""
-    newest = place(folder)
-    with files.atomic(newest) as temporary:
+def save_training_state(folder: Path, state: dict) -> None:
+    """Write a training state whole, or not at all; the one before it stays, as the older one."""
+    newest = folder / NEWEST
+    with atomic_write(newest) as temporary:
         try:
             torch.save(state, temporary)
-        except RuntimeError as error:  # how torch says that the disk is full
+        except RuntimeError as error:  # torch's way to report a full disk
+            details = str(error).splitlines()[0][:120]
             raise OSError(
-                f"{newest} could not be written, the one before it is intact: "
-                f"{str(error).splitlines()[0]:.120}"
+                f"{newest} could not be written, the one before it is intact: {details}"
             ) from None
-        for age in reversed(range(1, keep)):  # the new one is whole: the others grow older
-            if place(folder, age - 1).is_file():
-                os.replace(place(folder, age - 1), place(folder, age))
+        if newest.is_file():
+            os.replace(newest, folder / OLDER)
 
 
-class Terminated:
-    """Notes that the process was asked to end (SIGTERM), so that it can do so between two steps."""
+def cut_log(path: Path, num_steps: int) -> None:
+    """Keep a log's lines up to a step, one a step: it may be ahead of its training state."""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    with atomic_write(path) as temporary:
+        temporary.write_text("".join(text.splitlines(keepends=True)[:num_steps]))
+
+
+class EndRequest:
+    """Notes that this process was asked to end (SIGTERM), so that it can end between two steps."""
 
     def __init__(self):
-        self.asked, self.before = False, None
+        self.received = False
+        self.handler_before = None
 
-    def __enter__(self):
+    def __enter__(self) -> "EndRequest":
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, self.note)
+            self.handler_before = signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def note(self, *_):
-        self.asked = True
+    def _note(self, *_) -> None:
+        self.received = True
 
-    def __exit__(self, *_):
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
-
-
-def sound(value: float, norm: float, health: dict, spike: float) -> bool:
-    """Whether a step may change the drafter: its loss and its gradient's norm are finite, and the
-    norm is not `spike` times what it was lately (0: never mind). `health` is what is known of the
-    run: sound steps, those left out, and in a row, and the norm lately."""
-    if not health:
-        health |= {"sound": 0, "skipped": 0, "in_a_row": 0, "norm": 0.0}
-    wild = spike and health["sound"] >= PATIENCE and norm > spike * health["norm"]
-    if math.isfinite(value) and math.isfinite(norm) and not wild:
-        health["sound"] += 1
-        health["in_a_row"] = 0
-        # the mean of the first steps, then one that forgets
-        health["norm"] += (norm - health["norm"]) / min(health["sound"], PATIENCE)
-        return True
-    health["skipped"] += 1
-    health["in_a_row"] += 1
-    return False
+    def __exit__(self, *_) -> None:
+        if self.handler_before is not None:
+            signal.signal(signal.SIGTERM, self.handler_before)

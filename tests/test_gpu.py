@@ -8,7 +8,6 @@ import torch
 from conftest import ARCHS, DRAFTERS, small_drafter, small_target
 from test_train import CONFIG, STOP, setup
 
-import kernels
 import replay
 from serve import generate
 from step import Step, compile_parts, gradient, next_batch
@@ -91,7 +90,9 @@ def test_the_kernels_for_linear_attention_are_used_there(shape):
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     if PLACE == "cpu":
         pytest.skip("they want a CUDA device")
-    assert kernels.agree(torch.device(PLACE), *shape, replay.CHUNK, replay.chunk_by_chunk)
+    num_key_heads, num_heads, key_dim, value_dim = shape
+    device = torch.device(PLACE)
+    assert replay.kernels_agree(device, num_key_heads, key_dim, num_heads, value_dim)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -1,0 +1,57 @@
+"""Open what the outside world wrote: JSON files, safetensors files, model folders.
+
+A model folder holds config.json, weights and often a tokenizer. Its name is a path, or OWNER/NAME
+of a repository on a hub. Every error names the file and says what is wrong with it.
+
+    pytest tests/hf/test_files.py
+"""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # what is fetched of a repository
+
+
+def read_json(path) -> dict:
+    """Read a file that holds one JSON object."""
+    path = Path(path)
+    if not path.is_file():
+        hint = "" if path.parent.is_dir() else ": no such folder (a hub's name is OWNER/NAME)"
+        raise FileNotFoundError(f"{path} is missing{hint}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def open_tensors(path):
+    """Open a file with `safetensors.safe_open`, with errors that name the file."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+def model_folder(name: str) -> Path:
+    """Return a folder's path. The name of a hub's repository is fetched, if huggingface_hub is
+    installed."""
+    if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
+        return Path(name)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise FileNotFoundError(
+            f"{name} is no folder here; as a hub's name it needs: pip install huggingface_hub, or "
+            f"fetch it yourself: hf download {name} --local-dir {name.split('/')[1]}"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub's client raises many kinds
+        raise FileNotFoundError(f"{name} is no folder here, and no hub gave it: {error}") from None

@@ -1,0 +1,89 @@
+"""Measurements and studies, one command each.
+
+    python -m lab                 lists the commands
+    python -m lab NAME --help     explains one and its flags
+    pytest tests/lab
+
+A command is a module lab/NAME.py with a docstring, a `Config` of flags and `run(config)`. The
+figures that it returns are printed by it and written here, to summary.json in --out.
+"""
+
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+
+from hf.files import read_json
+from lab import (
+    activity,
+    al,
+    claims,
+    confidence,
+    decode,
+    hf,
+    picture,
+    plan,
+    references,
+    replay,
+    report,
+    scale,
+    speed,
+    throughput,
+    tree,
+)
+from support.files import write_json
+from support.flags import parse_flags, run_command
+
+COMMANDS = {
+    "throughput": throughput,
+    "activity": activity,
+    "scale": scale,
+    "tree": tree,
+    "replay": replay,
+    "decode": decode,
+    "al": al,
+    "speed": speed,
+    "claims": claims,
+    "plan": plan,
+    "references": references,
+    "confidence": confidence,
+    "report": report,
+    "hf": hf,
+    "picture": picture,
+}
+
+
+def listing() -> str:
+    """One line for each command: the first line of its docstring."""
+    lines = [f"  {name:12s}{module.__doc__.splitlines()[0]}" for name, module in COMMANDS.items()]
+    return "\n".join(["python -m lab NAME [flags]     (NAME --help explains one)", "", *lines])
+
+
+def record(path: Path, name: str, figures: dict, config) -> None:
+    """Add a command's figures to a summary, beside those of other commands and of other studies."""
+    summary = read_json(path) if path.is_file() else {}
+    if name == "claims":
+        figures = summary.get(name, {}) | figures
+    summary[name] = figures | {"config": dataclasses.asdict(config)}
+    write_json(path, summary)
+
+
+def main():
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(listing())
+        return
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(COMMANDS)}"
+        raise ValueError(f"python -m lab {name} is no command: {hint}")
+    command = COMMANDS[name]
+    description = command.__doc__
+    config = parse_flags(command.Config, description, sys.argv[2:], name=f"python -m lab {name}")
+    figures = command.run(config)
+    if figures is not None:
+        record(Path(config.out) / "summary.json", name, figures, config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,126 @@
+"""Acceptance length (AL) of drafters by task, by real decoding of the same prompts.
+
+A task is a JSON Lines file of prompts. AL is pooled within a task and averaged over tasks, with
+95 % intervals over prompts. Beside it stand the share of repeated text (loops flatter AL), the
+speed beside plain decoding, and how many drafts survive. Later drafters are compared with the
+first one in pairs: the interval is that of the difference.
+
+    python -m lab al --target FOLDER --drafters FOLDER [FOLDER ...] --tasks math.jsonl code.jsonl
+    pytest tests/lab/test_commands.py
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter import Sampling
+from hf import load_tokenizer
+from lab.common import LabConfig, open_drafter, open_target, require
+from support.flags import flag
+from support.measure import TaskMean, by_task, evaluate, format_gain, gain, read_tasks
+
+
+@dataclass(frozen=True)
+class Config(LabConfig):
+    drafters: tuple = flag((), "folders of the drafters; later ones are compared with the first")
+    tasks: tuple = flag((), "JSON Lines files of prompts, a task each")
+    temperatures: tuple = flag((0.0, 1.0), "temperatures of decoding", kind=float, low=0)
+    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off")
+    top_p: float = flag(1.0, "sample among the likeliest that make up this share; 1 is off")
+    num_prompts: int = flag(64, "prompts of each task", low=1)
+    prompt_length: int = flag(512, "tokens of a prompt, at most", low=1)
+    max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
+    draft_length: int = flag(0, "drafts verified in a round; 0: all that a drafter proposes", low=0)
+    batch_size: int = flag(32, "prompts decoded at once", low=1)
+
+
+def task_row(results, plain, temperature: float) -> dict:
+    """The figures of one drafter on one task; `plain`: the same prompts without a drafter."""
+    return {
+        "al": results.mean,
+        "interval": results.interval(),
+        "repeated": results.repeated.mean().item(),
+        "tokens_per_s": results.tokens_per_s,
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "same_text": temperature > 0 or results.texts == plain.texts,
+        "survival": results.survival,
+        "conditional": results.conditional,
+    }
+
+
+def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None) -> None:
+    """One drafter's table: a line for each task, their mean, then survival."""
+    print(f"\n{folder}")
+    print("task          prompts     AL   95 % interval  repeated   tokens/s   plain    x")
+    for task, row in rows.items():
+        low, high = row["interval"]
+        plain = row["plain_tokens_per_s"]
+        ratio = f"{row['tokens_per_s'] / plain:.2f}" if row["same_text"] else "THE TEXTS DIFFER"
+        print(
+            f"{task[:14]:14s} {len(mean.tasks[task].rounds):6d} {row['al']:6.3f}   "
+            f"[{low:.3f}, {high:.3f}] {row['repeated']:9.2f} {row['tokens_per_s']:10.1f} "
+            f"{plain:7.1f}  {ratio}"
+        )
+    low, high = mean.interval()
+    line = f"{'mean of tasks':21s} {mean.mean:6.3f}   [{low:.3f}, {high:.3f}]"
+    print(line + (f"  over the first: {format_gain(over_first)}" if over_first else ""))
+    print_survival(rows, "survival", "survival: share of rounds that accept the first 1, 2, ...")
+    print_survival(rows, "conditional", "conditional: of the rounds that accept all drafts before")
+
+
+def print_survival(rows: dict, key: str, title: str) -> None:
+    print(title)
+    for task, row in rows.items():
+        cells = ("     -" if share is None else f"{share:6.3f}" for share in row[key])
+        print(f"  {task[:14]:14s}" + " ".join(cells))
+
+
+def print_comparison(als: dict[str, dict]) -> None:
+    """The drafters' ALs side by side."""
+    tasks = list(next(iter(als.values())))
+    print("\nAL" + " " * 22 + "".join(f"{task[:12]:>14s}" for task in tasks))
+    for folder, row in als.items():
+        name = "/".join(Path(folder).parts[-2:])[-23:]
+        print(f"{name:24s}" + "".join(f"{al:14.3f}" for al in row.values()))
+
+
+def run(config: Config) -> dict:
+    require(config, "target", "drafters", "tasks")
+    target = open_target(config)
+    tokenizer = load_tokenizer(config.target)
+    size = config.num_prompts, config.prompt_length
+    tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
+    drafters = {folder: open_drafter(folder, target) for folder in config.drafters}
+    options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}
+    figures = {folder: {} for folder in drafters}
+    for temperature in config.temperatures:
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        print(f"\ntemperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
+        evaluate(target, None, next(iter(tasks.values()))[:2], 8, sampling)  # warms up
+        plain = by_task(target, None, tasks, config.max_new_tokens, sampling, **options)
+        first, als = None, {}
+        for folder, drafter in drafters.items():
+            evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, sampling)
+            results = by_task(
+                target,
+                drafter,
+                tasks,
+                config.max_new_tokens,
+                sampling,
+                draft_length=config.draft_length,
+                **options,
+            )
+            mean = TaskMean(results)
+            over_first = gain(mean, first) if first else None
+            first = first or mean
+            rows = {task: task_row(results[task], plain[task], temperature) for task in tasks}
+            print_tasks(folder, rows, mean, over_first)
+            als[folder] = {task: row["al"] for task, row in rows.items()} | {"mean": mean.mean}
+            figures[folder][f"t{temperature:g}"] = {
+                "al": als[folder],
+                "interval": mean.interval(),
+                "over_the_first": over_first,
+                "tasks": rows,
+            }
+        if len(drafters) > 1:
+            print_comparison(als)
+    return figures

@@ -1,0 +1,105 @@
+"""Plain decoding and prefill against transformers, with the same weights in one process.
+
+Both run in turn: greedy decoding of one and of eight rows, and the prefill of a long text. A line
+above says how fast decoding could be at best: one row through every matrix once.
+
+    python -m lab hf --target FOLDER --dtype bfloat16 --trunk-length 1024
+"""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from lab.common import LabConfig, median_time, open_target, require, timed
+from serve import generate
+from support.cpu import single_row_kernel
+from support.flags import flag
+
+
+@dataclass(frozen=True)
+class Config(LabConfig):
+    trunk_length: int = flag(512, "tokens of the text to prefill", low=2)
+    prompt_length: int = flag(64, "tokens of a prompt", low=1)
+    max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
+    repeats: int = flag(7, "timed repeats", low=1)
+
+
+def open_transformers(config: Config, dtype):
+    """The same weights by transformers."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("python -m lab hf needs transformers: pip install transformers") from None
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.to(config.device)
+
+
+def decoding_pair(config: Config, ours, theirs, prompts) -> tuple:
+    """Greedy decoding of some prompts (B,T) by both -> two functions."""
+    num_new = config.max_new_tokens
+    options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(prompts)
+    return (
+        lambda: generate(ours, None, prompts.tolist(), num_new),
+        lambda: theirs.generate(prompts, attention_mask=mask, **options),
+    )
+
+
+def prefill_pair(ours, theirs, prompt) -> tuple:
+    """Logits behind one prompt (1,T) by both -> two functions."""
+    lengths = torch.tensor([prompt.shape[1]], device=prompt.device)
+    return (
+        lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
+        lambda: theirs(prompt, use_cache=True, logits_to_keep=1),
+    )
+
+
+def fastest_round(ours, repeats: int) -> float:
+    """Seconds of one row through every matrix once."""
+    matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
+    dtype = ours.lm_head.weight.dtype
+    device = ours.lm_head.weight.device
+    rows = {m.in_features: torch.randn(1, 1, m.in_features, dtype=dtype) for m in matrices}
+    rows = {size: row.to(device) for size, row in rows.items()}
+    with single_row_kernel(1, matrices[0].weight):
+        return median_time(lambda: [m(rows[m.in_features]) for m in matrices], repeats)["low"]
+
+
+@torch.inference_mode()
+def run(config: Config) -> dict:
+    require(config, "target")
+    ours = open_target(config)
+    dtype = ours.lm_head.weight.dtype
+    theirs = open_transformers(config, dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def random_ids(B: int, T: int):
+        ids = torch.randint(0, ours.num_tokens, (B, T), generator=generator)
+        return ids.to(config.device)
+
+    floor = fastest_round(ours, config.repeats)
+    print(
+        f"{dtype}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} "
+        f"[median]\nevery matrix once against one row: {1 / floor:.1f}"
+    )
+    T = config.trunk_length
+    pairs = {}
+    for B in (1, 8):
+        prompts = random_ids(B, config.prompt_length)
+        pair = decoding_pair(config, ours, theirs, prompts)
+        pairs[f"decode, {B} row{'s' * (B > 1)}"] = pair, B * config.max_new_tokens
+    pairs[f"prefill of {T:,}"] = prefill_pair(ours, theirs, random_ids(1, T)), T
+    figures = {"dtype": str(dtype)}
+    for name, (pair, num_tokens) in pairs.items():
+        seconds = [[timed(function) for function in pair] for _ in range(config.repeats + 1)]
+        columns = list(zip(*seconds[1:]))  # the first repeat warms up
+        best = [num_tokens / min(column) for column in columns]
+        medians = [num_tokens / statistics.median_high(column) for column in columns]
+        shown = [f"{b:8.1f} [{m:.1f}]" for b, m in zip(best, medians)]
+        ratio = f"{best[0] / best[1]:.2f} [{medians[0] / medians[1]:.2f}] x"
+        print(f"{name:18s} here {shown[0]}   transformers {shown[1]}   {ratio}")
+        figures[name] = {"tokens_per_s": best, "medians": medians}
+    return figures | {"floor_tokens_per_s": 1 / floor}

@@ -1,0 +1,109 @@
+"""Draw the proposal tree of tree.py's lesson and its mask, for the README.
+
+Ten trunk tokens and three branches of four, merged. Left: every token under its position, and the
+route of each branch through the tree. Right: what each node sees of the trunk and of other nodes.
+
+    python -m lab picture          -> docs/pictures/tree.png
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lab.common import pyplot, save_picture
+from support.flags import flag
+from tree import lesson_tree
+
+COLOURS = ("#1f77b4", "#d95f02", "#2ca02c")  # of the branches
+
+
+@dataclass(frozen=True)
+class Config:
+    out: str = flag("docs/pictures", "folder for tree.png")
+
+
+def layout(tree, branches) -> tuple[list, list]:
+    """Where tokens stand, as (x, y, token): trunk and nodes by packed index, then the last token of
+    each branch, which needs no node. And the route of each branch, as packed indices.
+
+    A token's first child stays in its row, every other child begins a row of its own.
+    """
+    T, W = tree.num_trunk_slots, branches.shape[-1]
+    slots = tree.slots[0, :, 0, :W]  # (A, W) the packed indices that give p_1..p_W
+    parents = torch.cat([tree.parents[0], slots[:, -1]]).tolist()
+    positions = torch.cat([tree.positions[0], tree.positions[0, slots[:, -1] - T] + 1]).tolist()
+    tokens = torch.cat([tree.tokens[0], branches[0, :, 0, -1]]).tolist()
+    rows, with_child = [], set()
+    for parent in parents:
+        continues = parent >= T and parent not in with_child
+        rows.append(rows[parent - T] if continues else max(rows, default=0) + 1)
+        with_child.add(parent)
+    # the branches that leave last stand nearest to the trunk, so that no lines cross
+    rows = [max(rows) + 1 - row for row in rows]
+    num_nodes = len(tree.tokens[0])
+    routes = [[*route, T + num_nodes + number] for number, route in enumerate(slots.tolist())]
+    return list(zip(positions, rows, tokens)), routes
+
+
+def draw_tree(axis, trunk, anchors, tree, branches) -> None:
+    tokens, routes = layout(tree, branches)
+    dots = [(x, 0, token) for x, token in enumerate(trunk[0].tolist())] + tokens
+    num_slots = len(dots) - len(routes)
+    axis.plot([0, len(trunk[0]) - 1], [0, 0], color="#999999", linewidth=1.2, zorder=1)
+    for number, (route, colour) in enumerate(zip(routes, COLOURS)):
+        shift = 0.09 * (number - 1)  # branches that share nodes run side by side
+        xs = [dots[slot][0] for slot in route]
+        ys = [dots[slot][1] + shift for slot in route]
+        drafted = " ".join(map(str, branches[0, number, 0].tolist()))
+        label = f"at {anchors[0, number].item()}: {drafted}"
+        axis.plot(xs, ys, color=colour, linewidth=2.2, zorder=2, label=label)
+    for number, (x, y, token) in enumerate(dots):
+        on_trunk, is_last = number < len(trunk[0]), number >= num_slots
+        face = "#e6e6e6" if on_trunk else "white"
+        is_anchor = on_trunk and x in anchors
+        style = {"facecolor": face, "edgecolor": "#333333", "linestyle": ":" if is_last else "-"}
+        axis.scatter(x, y, s=330, linewidth=2.4 if is_anchor else 1.0, zorder=3, **style)
+        axis.text(x, y, token, ha="center", va="center", fontsize=9.5, zorder=4)
+    for x in sorted(set(anchors[0].tolist())):
+        axis.text(x, -0.52, "anchor", ha="center", fontsize=9)
+    axis.set_ylim(max(y for _, y, _ in dots) + 0.6, -0.95)
+    axis.set_xlim(-0.6, len(trunk[0]) - 0.4)
+    axis.set_xticks(range(len(trunk[0])))
+    axis.set_xlabel("position")
+    axis.set_yticks([])
+    axis.spines[["left", "right", "top"]].set_visible(False)
+    axis.legend(loc="lower left", fontsize=9, frameon=False)
+    axis.set_title("the tree: trunk grey, nodes white, dotted tokens need no node", fontsize=10.5)
+
+
+def draw_mask(axis, trunk, tree) -> None:
+    T = tree.num_trunk_slots
+    visible = tree.view().mask[0, 0].float()  # (N, T+N)
+    nodes = tree.tokens[0].tolist()
+    shades = visible.clone()
+    shades[:, :T] *= 0.45
+    axis.imshow(shades, cmap="Blues", vmin=0, vmax=1.15, aspect="equal")
+    axis.set_xticks(range(T + len(nodes)), [*trunk[0].tolist(), *nodes], fontsize=9)
+    axis.set_yticks(range(len(nodes)), nodes, fontsize=9)
+    axis.set_xticks([x - 0.5 for x in range(T + len(nodes))], minor=True)
+    axis.set_yticks([y - 0.5 for y in range(len(nodes))], minor=True)
+    axis.grid(which="minor", color="#bbbbbb", linewidth=0.6)
+    axis.tick_params(which="both", length=0)
+    axis.axvline(T - 0.5, color="#333333", linewidth=1.6)
+    axis.set_xlabel("sees: trunk tokens | nodes")
+    axis.set_ylabel("node")
+    axis.set_title("the mask: each node sees its own history", fontsize=10.5)
+
+
+def run(config: Config) -> None:
+    plot = pyplot()
+    if plot is None:
+        raise ValueError("picture needs matplotlib: pip install matplotlib")
+    trunk, anchors, branches, tree = lesson_tree(merge=True)
+    figure, axes = plot.subplots(1, 2, figsize=(10.5, 3.3), width_ratios=(1.15, 1))
+    draw_tree(axes[0], trunk, anchors, tree, branches)
+    draw_mask(axes[1], trunk, tree)
+    path = Path(config.out) / "tree.png"
+    save_picture(plot, figure, path)
+    print(path)

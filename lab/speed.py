@@ -1,0 +1,121 @@
+"""Tokens per second of generation without a drafter and with each, by task and concurrency.
+
+At each concurrency so many prompts are decoded at once, by all arms in turn. At temperature 0 every
+text must be the one that plain decoding gives; where a text differs, no speed-up is reported.
+
+    python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]
+    pytest tests/lab/test_commands.py
+"""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from drafter import Sampling
+from hf import load_tokenizer
+from lab.common import LabConfig, held_out_prompts, open_drafter, open_target, require
+from support.flags import flag
+from support.measure import evaluate, read_tasks
+
+
+@dataclass(frozen=True)
+class Config(LabConfig):
+    drafters: tuple = flag((), "folders of the drafters")
+    tasks: tuple = flag((), "JSON Lines files of prompts, a task each; empty: held-out text")
+    concurrency: tuple = flag((1, 8, 32), "prompts decoded at once", kind=int, low=1)
+    num_prompts: int = flag(16, "prompts of a task, or as many as are decoded at once", low=1)
+    prompt_length: int = flag(64, "tokens of a prompt, at most", low=1)
+    max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
+    temperature: float = flag(0.0, "temperature of decoding", low=0)
+    repeats: int = flag(7, "timed repeats", low=1)
+
+
+def read_prompts_by_task(config: Config, tokenizer) -> dict[str, list]:
+    count = max(config.num_prompts, *config.concurrency)
+    if config.tasks:
+        return read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
+    return {"text": held_out_prompts(config, count)}
+
+
+def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, stop_ids) -> dict:
+    """Speed and AL of each arm on the same prompts, `size` of them at once."""
+    sampling = Sampling(config.temperature)
+    results = {name: [] for name in arms}
+    for repeat in range(config.repeats + 1):
+        for name, drafter in arms.items():
+            options = {"seed": config.seed, "stop_ids": stop_ids, "batch_size": size}
+            if repeat == 0:  # warms up
+                evaluate(target, drafter, prompts[:size], 8, sampling, **options)
+                continue
+            tokens = config.max_new_tokens
+            results[name].append(evaluate(target, drafter, prompts, tokens, sampling, **options))
+    row = {}
+    for name, repeats in results.items():
+        speeds = [repeat.tokens_per_s for repeat in repeats]
+        same_text = repeats[0].texts == results["off"][0].texts
+        row[name] = {
+            "tokens_per_s": statistics.median_high(speeds),
+            "low": min(speeds),
+            "high": max(speeds),
+            "al": repeats[0].mean if arms[name] else 1.0,
+            "same_text": config.temperature > 0 or same_text,
+        }
+    return row
+
+
+def times_plain(row: dict) -> dict:
+    """Each arm's speed over plain decoding's; None where the texts differ."""
+    plain = row["off"]["tokens_per_s"]
+    return {
+        name: arm["tokens_per_s"] / plain if arm["same_text"] else None for name, arm in row.items()
+    }
+
+
+def geometric_means(ratios: list[dict]) -> dict:
+    """By arm, over tasks; None where a text differs on any of them."""
+    means = {}
+    for name in ratios[0] if ratios else ():
+        values = [task[name] for task in ratios]
+        means[name] = None if None in values else statistics.geometric_mean(values)
+    return means
+
+
+def print_row(task: str, row: dict, ratios: dict) -> None:
+    cells = []
+    for name, arm in row.items():
+        ratio = f"{ratios[name]:6.2f}x" if ratios[name] else " DIFFER"
+        cells.append(f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {ratio}")
+    print(f"{task[:12]:12s}" + "".join(cells))
+
+
+def run(config: Config) -> dict:
+    require(config, "target", "drafters")
+    target = open_target(config)
+    tokenizer = load_tokenizer(config.target)
+    tasks = read_prompts_by_task(config, tokenizer)
+    arms = {"off": None}
+    arms |= {folder: open_drafter(folder, target) for folder in config.drafters}
+    print(
+        f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt, "
+        f"{config.device}, {torch.get_num_threads()} threads, medians of {config.repeats}; "
+        "tokens/s (AL) x plain"
+    )
+    figures = {}
+    for size in config.concurrency:
+        print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))
+        rows, ratios = {}, []
+        for task, prompts in tasks.items():
+            if len(prompts) < size:
+                print(f"{task[:12]:12s} has but {len(prompts)} prompts: left out")
+                continue
+            whole_batches = min(len(prompts), config.num_prompts) // size
+            prompts = prompts[: max(1, whole_batches) * size]
+            rows[task] = measure_arms(config, target, arms, prompts, size, tokenizer.stop_ids)
+            ratios.append(times_plain(rows[task]))
+            print_row(task, rows[task], ratios[-1])
+        means = geometric_means(ratios)
+        cells = (f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
+        print("geom. mean  " + "".join(cells))
+        figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
+    return figures

@@ -1,0 +1,62 @@
+"""What makes a loaded target fast on a CPU. Its layers know nothing of it.
+
+1. float32 matrices are laid out column after column: one row is multiplied by them a fifth sooner,
+   and decoding multiplies one row at a time.
+2. A single row in bfloat16 is multiplied by torch's own kernel, which takes about half as long as
+   oneDNN's, torch's choice. More rows gain nothing.
+
+Names and values of the weights stay as they are, and a target on a GPU stays as it is.
+
+    pytest tests/support/test_cpu.py
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def single_row_kernel(num_rows: int, weight: Tensor):
+    """Multiply one row by bfloat16 weights with torch's own kernel; the switch is process-wide."""
+    switch = torch.backends.mkldnn
+    is_plain = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.stride(-1) == 1
+    if num_rows != 1 or not is_plain or not switch.enabled:
+        yield
+        return
+    switch.enabled = False
+    try:
+        yield
+    finally:
+        switch.enabled = True
+
+
+def matrices_by_columns(module: nn.Module) -> None:
+    """Lay out float32 matrices on a CPU column after column."""
+    for layer in module.modules():
+        if not isinstance(layer, nn.Linear) or type(layer.weight) is not nn.Parameter:
+            continue  # a weight that is spread over processes has a type of its own
+        if layer.weight.is_cpu and layer.weight.dtype == torch.float32:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def for_cpu(target):
+    """Prepare a loaded target for a CPU, in place -> the target. Call it once."""
+    matrices_by_columns(target)
+    _switch_kernels(target.model, lambda tokens: tokens.numel(), target.lm_head)
+    _switch_kernels(target.lm_head, lambda hidden: hidden.shape[:-1].numel(), target.lm_head)
+    return target
+
+
+def _switch_kernels(module: nn.Module, count_rows, head: nn.Linear) -> None:
+    """Run the module within `single_row_kernel`; the head's weight stands for all weights."""
+    switch = contextlib.ExitStack()
+
+    def before(_, args) -> None:
+        switch.enter_context(single_row_kernel(count_rows(args[0]), head.weight))
+
+    def after(*_) -> None:
+        switch.close()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)

@@ -1,0 +1,122 @@
+"""Optimizers and their learning rates.
+
+Muon trains the matrices that multiply a hidden state, AdamW everything else: tables that are looked
+up row by row, matrices of a single row, stacked experts, vectors. Two explicit lists of names say
+which is which, and a parameter in neither list is an error.
+
+    Muon:  m <- lerp(m, g, 1 - momentum);  W <- W - lr * sqrt(max(1, rows / columns)) * O(g, m)
+
+with O the nearest orthogonal matrix, roughly, of g and m mixed (Nesterov). Left out against
+torch.optim.Muon: weight decay. Added: float32 on a CPU, where bfloat16 is several times slower.
+
+    pytest tests/support/test_optim.py
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+WARMUP_STEPS = 20
+COOLDOWN = 0.3  # the share of steps over which the rate falls; more or less changed nothing
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, steepest at zero
+
+# A parameter goes by the last two parts of its name, without ".weight".
+MUON = """
+    fc q_proj k_proj v_proj o_proj gate_proj up_proj down_proj
+    joint_proj hidden_projection kernel_projection
+    in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj index_qk_proj key_proj value_proj
+    gate shared_expert_gate input_mix_weight_down input_mix_weight_up block_inject_weight
+""".split()
+ADAMW = """
+    embed_tokens lm_head ngram_embedding markov_w1 markov_w2
+    candidate_selector.predecessor_codebook candidate_selector.successor_codebook
+    proj proj.bias gate_proj.bias joint_proj.bias
+    norm hidden_norm input_layernorm post_attention_layernorm q_norm k_norm q_layernorm k_layernorm
+    hc_norm norm_key norm_query norm_conv
+    conv1d attention_conv.base_kernel mlp_conv.base_kernel
+    linear_attn.A_log linear_attn.dt_bias experts.gate_up_proj experts.down_proj
+""".split()
+
+
+def is_for_muon(name: str) -> bool:
+    """Whether Muon trains the parameter of this full name, by the lists above."""
+    key = ".".join(name.split(".")[-2:]).removesuffix(".weight")
+    if key not in MUON and key not in ADAMW:
+        raise ValueError(
+            f"no optimizer for {name}: list {key!r} in MUON or ADAMW, support/optim.py"
+        )
+    return key in MUON
+
+
+def orthogonalized(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """The nearest orthogonal matrix, roughly, by the Newton-Schulz iteration; in float32 on a CPU,
+    in bfloat16 elsewhere."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    X = matrix.float() if matrix.is_cpu else matrix.bfloat16()
+    X = X.T if is_tall else X
+    X = X / X.norm().clamp(min=1e-7)  # singular values of at most 1
+    for _ in range(num_steps):
+        A = X @ X.T
+        B = torch.addmm(A, A, A, beta=b, alpha=c)
+        X = torch.addmm(X, B, X, beta=a)
+    return X.T if is_tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized; for matrices."""
+
+    def __init__(self, matrices, lr: float, momentum: float = 0.95):
+        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update(matrix, group["lr"], group["momentum"])
+
+    def _update(self, matrix: Tensor, lr: float, momentum: float) -> None:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        average = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+        update = orthogonalized(matrix.grad.lerp(average, momentum))
+        num_rows, num_columns = matrix.shape
+        matrix.add_(update, alpha=-lr * math.sqrt(max(1, num_rows / num_columns)))
+
+
+def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
+    """AdamW and Muon for a module's parameters; AdamW alone with matrix_lr 0."""
+    matrices, rest = [], []
+    for name, parameter in module.named_parameters():
+        use_muon = is_for_muon(name) and matrix_lr > 0
+        (matrices if use_muon else rest).append(parameter)
+    optimizers = []
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    if matrices:
+        optimizers.append(Muon(matrices, lr=matrix_lr))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return optimizers
+
+
+def set_learning_rate(
+    optimizers: list, step: int, num_steps: int, warmup_steps=WARMUP_STEPS, cooldown=COOLDOWN
+) -> None:
+    """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of steps."""
+    remaining = (num_steps - step) / max(1.0, cooldown * num_steps)
+    share = min((step + 1) / max(1, warmup_steps), 1.0, 0.1 + 0.9 * remaining)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * share
+
+
+def optimizer_step(optimizers: list) -> None:
+    """Update the parameters and drop their gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,123 @@
+"""Flags come from a dataclass; what a user gets wrong is one line and code 2."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from support.flags import Stopped, check_ranges, flag, parse_flags, run_command
+
+
+@dataclass(frozen=True)
+class Flags:
+    GROUPS = ("the recipe", "the rest")
+
+    num_steps: int = flag(3, "steps", group="the rest", low=1)
+    merge: bool = flag(True, "merge", group="the recipe")
+    name: str = flag("x", "a 100% name", group="the recipe")
+    kind: str = flag("a", "kind", group="the recipe", choices=("a", "b"))
+    sizes: tuple = flag((1, 2), "sizes", group="the rest", kind=int, low=1)
+
+
+def test_flags_come_from_the_dataclass_and_later_sources_win(tmp_path):
+    assert parse_flags(Flags, "", []) == Flags()
+    path = tmp_path / "run.json"
+    path.write_text('{"num_steps": 5, "name": "y"}')
+    arguments = ["--config", str(path), "--name", "z", "--no-merge"]
+    assert parse_flags(Flags, "", arguments) == Flags(5, False, "z")
+    presets = {"quick": {"num_steps": 1, "kind": "b"}}
+    arguments = ["--preset", "quick", "--config", str(path)]
+    assert parse_flags(Flags, "", arguments, presets) == Flags(5, name="y", kind="b")
+
+
+def test_help_shows_the_groups_in_the_classs_order(capsys):
+    with pytest.raises(SystemExit) as error:
+        parse_flags(Flags, "", ["--help"])
+    recipe, rest = capsys.readouterr().out.split("the recipe:\n")[1].split("the rest:\n")
+    assert error.value.code == 0
+    assert "--merge, --no-merge" in recipe and "a 100% name (default: x)" in recipe
+    assert "--num-steps N" in rest and "sizes (default: 1 2)" in rest
+
+
+def test_a_mistyped_flag_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit) as error:
+        parse_flags(Flags, "", ["--num-step", "4"])
+    assert error.value.code == 2 and "did you mean --num-steps?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ('{"num_setps": 5}', "did you mean num_steps"),
+        ('{"num_steps": "5"}', "num_steps = '5'"),
+        ('{"num_steps": 2.5}', "no int"),
+        ('{"merge": 1}', "no bool"),
+        ("[1]", "no JSON object"),
+        ('{"num_steps": true}', "no int"),
+        ('{"kind": "c"}', "there is a, b"),
+        ('{"sizes": [1, "2"]}', "each must be of int"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_named(tmp_path, text, word):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=word):
+        parse_flags(Flags, "", ["--config", str(path)])
+
+
+def test_a_value_below_its_smallest_is_an_error():
+    with pytest.raises(ValueError, match="--num-steps 0: at least 1"):
+        check_ranges(Flags(num_steps=0))
+    with pytest.raises(ValueError, match="--sizes 0: at least 1"):
+        parse_flags(Flags, "", ["--sizes", "4", "0"])
+
+
+@dataclass(frozen=True)
+class Here:
+    device: str = flag("cpu", "device")
+
+
+@dataclass(frozen=True)
+class Elsewhere(Here):
+    RUNS_ELSEWHERE = True
+
+
+def test_a_device_must_be_here_unless_the_command_is_about_another_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert parse_flags(Elsewhere, "", ["--device", "cuda"]).device == "cuda"
+    with pytest.raises(ValueError, match="no CUDA device"):
+        parse_flags(Here, "", ["--device", "cuda"])
+    for config_class in (Here, Elsewhere):
+        with pytest.raises(ValueError, match="there is cpu, and cuda"):
+            parse_flags(config_class, "", ["--device", "tpu"])
+
+
+OUT_OF_MEMORY = "out of memory, take fewer at once"
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (MemoryError(), 2, OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, OUT_OF_MEMORY),
+        (ValueError("--steps 0:\n at least 1"), 2, "error: --steps 0: at least 1"),
+        (FileNotFoundError("x is missing"), 2, "error: x is missing"),
+        (Stopped("asked to end"), 143, "asked to end"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+    ids=repr,
+)
+def test_what_a_user_can_cause_is_one_line(capsys, error, code, words):
+    def main():
+        raise error
+
+    assert run_command(main) == code
+    text = capsys.readouterr().err
+    assert words in text and len(text.strip().splitlines()) == 1
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))

@@ -1,0 +1,91 @@
+"""Which optimizer trains a parameter, and what Muon does."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from small import ARCHS, DRAFTERS, small_drafter, small_target
+from support.optim import (
+    ADAMW,
+    MUON,
+    Muon,
+    is_for_muon,
+    make_optimizers,
+    optimizer_step,
+    set_learning_rate,
+)
+from target import TOYS, Target
+
+TABLES = ("embed", "lm_head", "markov_w", "codebook", "confidence_head")  # by row, or of one row
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, *TOYS, *(f"small {arch}" for arch in ARCHS)])
+def test_every_parameter_is_claimed_and_matrices_go_to_muon(name):
+    if name in DRAFTERS:
+        module = small_drafter(small_target(), **DRAFTERS[name])
+    elif name in TOYS:
+        module = Target.toy(name)
+    else:
+        module = small_target(arch=name.removeprefix("small "))
+    for full_name, parameter in module.named_parameters():
+        is_matrix = parameter.dim() == 2 and not any(table in full_name for table in TABLES)
+        assert is_for_muon(full_name) == is_matrix, full_name
+
+
+def test_a_parameter_in_neither_list_is_an_error_that_names_it():
+    assert not set(MUON) & set(ADAMW)
+    module = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleDict({"new_proj": torch.nn.Linear(2, 2)})}
+    )
+    with pytest.raises(
+        ValueError, match="layers.new_proj.weight: list 'new_proj' in MUON or ADAMW"
+    ):
+        make_optimizers(module, 0.01, 1e-3)
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adamw():
+    drafter = small_drafter(small_target())
+    adamw, muon = make_optimizers(drafter, 0.01, 1e-3)
+    assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
+    assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}
+    (only,) = make_optimizers(drafter, 0.0, 1e-3)
+    assert len(only.param_groups[0]["params"]) == len(list(drafter.parameters()))
+
+
+def test_the_rate_warms_up_and_cools_down():
+    adamw, _ = make_optimizers(small_drafter(small_target()), 0.01, 1e-3)
+    set_learning_rate([adamw], 0, 100, warmup_steps=10, cooldown=0.5)
+    assert abs(adamw.param_groups[0]["lr"] - 1e-4) < 1e-12
+    set_learning_rate([adamw], 30, 100, warmup_steps=10, cooldown=0.5)
+    assert abs(adamw.param_groups[0]["lr"] - 1e-3) < 1e-12
+    set_learning_rate([adamw], 99, 100, warmup_steps=10, cooldown=0.5)
+    assert 1e-4 <= adamw.param_groups[0]["lr"] < 1.5e-4
+
+
+class KeepFloat32(TorchFunctionMode):
+    """Leaves tensors in float32 that are to become bfloat16, as torch.optim.Muon asks."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.bfloat16:
+            return args[0].float()
+        return function(*args, **(kwargs or {}))
+
+
+def test_muon_is_torchs_own_run_in_float32_bit_for_bit():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 8), (12, 5), (5, 12), (1, 7))
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    unused = torch.nn.Parameter(torch.ones(2, 2))  # without a gradient
+    muon = Muon([*ours, unused], lr=0.01)
+    reference = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, momentum=0.95)
+    for _ in range(5):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        optimizer_step([muon])
+        with KeepFloat32():
+            reference.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+        assert all(p.grad is None for p in ours)
+    assert torch.equal(unused, torch.ones(2, 2))
