@@ -1,198 +1,161 @@
-"""The ways to train a drafter, one loop.
+"""Training a drafter: four ways to make blocks, one step, one loop.
 
     --mode ce       offline: cross-entropy on the reference that the target wrote (DSpark: its mix)
     --mode e2e      offline: E2E-TV along the reference's own history
-    --mode rollout  on policy, one after the other: whole responses by real rounds with the current
-                    drafter, then E2E-TV on every block they proposed
-    --mode specopd  on policy (the paper): sample branches at many anchors at once, hang them on the
-                    trunk, let the target score the tree in one pass, minimise E2E-TV on them
+    --mode rollout  on policy, one round after another (Draft-OPD, arXiv 2605.29343, in outline):
+                    decode whole responses with the current drafter, then E2E-TV on every block
+                    that was proposed, accepted or not
+    --mode specopd  on policy, all at once (the paper)
 
-What differs is `step.draw`, on one screen. With no arguments the whole story runs on a laptop:
-train a toy target on the standard library's text, let it write references, train a drafter offline,
-then continue it in all three ways for the same number of steps from the same checkpoint, and
-measure the acceptance length (AL) by real decoding on held-out prompts. Every stage is kept in
---out and not done twice; a run that was stopped goes on where it was.
+One SpecOPD step:
+
+1. `draw_anchors` picks A positions in the response of each reference.
+2. `drafter.propose` draws K branches of W tokens at every anchor, in one pass.
+3. `build_tree` hangs them on the trunk, and `target.score` gives p of all of them in one pass.
+4. `step_loss` compares p and q: E2E-TV. Its gradient flows through q only.
+5. The optimizers update the drafter; the target never changes.
+
+The ways differ only in how they make blocks: `text_blocks`, `rollout_blocks`, `tree_blocks`.
+Without arguments the whole story runs on a laptop: train a toy target on the standard library's
+text, let it write references, train a drafter offline, continue it in three ways for the same
+number of steps from the same start, and measure the acceptance length (AL) by real decoding on
+held-out prompts. Every stage is kept in --out and done once; a run that was stopped goes on.
 
     python train.py                       the story (about 12 minutes on one CPU core)
     python train.py --preset smoke        the same in seconds, too short to learn much
+    python train.py --lesson              one SpecOPD step on one reference, in numbers
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
     torchrun --nproc_per_node=8 train.py --mode specopd ...       on several processes
+    pytest tests/test_train.py
 """
 
-import dataclasses
+import contextlib
 import json
+import math
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
-import loss as losses
-from drafter import Drafter
+from drafter import Drafter, Sampling
 from hf.drafters import ARCHITECTURES, MARKOV_HEADS
-from loss import make_optimizers, set_rate, update
-from step import Step, compile_parts, gradient, hardness, heat, next_batch
-from support import distributed, files, resume
-from support.files import flag
-from support.measure import Measure
-from support.prepare import Trunks, prepare, start_drafter, weights_checksum
-from target import TOYS
+from hf.files import read_json
+from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
+from serve import generate
+from support import distributed, resume
+from support.data import References
+from support.files import write_json
+from support.flags import DTYPES, Stopped, check_ranges, flag, parse_flags, run_command
+from support.measure import Measure, decoding_speed, format_gain, gain
+from support.optim import make_optimizers, optimizer_step, set_learning_rate
+from support.prepare import Trunks, batch_rows, prepare, start_drafter, weights_checksum
+from support.resume import check_same, stage
+from target import TOYS, Target, Trunk
+from tree import build_tree, gather_slots, with_room
 
 MODES = ("ce", "e2e", "specopd", "rollout")
-TEMPERATURES = (0.0, 1.0)
+STORY_MODES = ("ce", "e2e", "specopd")  # rollouts take several times as long
+TEMPERATURES = (0.0, 1.0)  # at which AL is measured
+MAX_GRADIENT_NORM = 1.0  # never reached by E2E-TV; it tames the first steps of CE
+QUICK_SHARE = 0.25  # of the held-out prompts, measured while training
+
+# ------------------------------------------------------------------------------------------- config
+
+TRAINED = "what is trained, on what"
+WHERE = "where and how it runs"
+RECIPE = "the recipe"
+KEEPING = "measuring and keeping"
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    mode: str = flag("story", "everything in order, or one way to train", choices=("story", *MODES))
-    out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs, figures")
-    seed: int = flag(0, "of everything drawn")
-    device: str = flag("cpu", "cpu or cuda")
-    dtype: str = flag("", "of the target; empty: what its config names", choices=files.DTYPES)
-    shard_target: bool = flag(False, "spread the target's layers over the processes (FSDP2)")
-    target: str = flag("", "a target's folder; empty: train the toy")
-    drafter: str = flag("", "the drafter to start from; empty: a fresh one")
-    arch: str = flag("gqa", "the toy target: gqa, gdn, qsa", choices=tuple(TOYS))
-    corpus: str = flag("", "text file or folder, or JSONL prompts; empty: Python's own library")
-    skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
-    # the toy target
-    target_steps: int = flag(750, "training steps of the toy target", low=1)
-    target_layers: int = flag(0, "its decoder layers; 0: what its architecture has", low=0)
-    target_length: int = flag(256, "tokens per training sequence", low=1)
-    # references
-    references: str = flag("", "made before, or the target's own chats as JSONL; empty: made once")
-    num_references: int = flag(512, "how many", low=1)
-    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
-    response_length: int = flag(192, "tokens per response, at most", low=2)
-    # the drafter
-    drafter_kind: str = flag(
-        "",
-        "dflash, dspark, dflash2; empty: the given drafter's, else dflash",
-        choices=("", *ARCHITECTURES),
-    )
-    markov_head: str = flag("", "of a fresh dspark; empty: vanilla", choices=("", *MARKOV_HEADS))
+    mode: str = flag("story", "the story, or one way to train", TRAINED, choices=("story", *MODES))
+    out: str = flag("runs/toy", "folder of the run: target, references, drafters, logs", TRAINED)
+    seed: int = flag(0, "of everything drawn", TRAINED)
+    target: str = flag("", "a target's folder; empty: train the toy", TRAINED)
+    arch: str = flag("gqa", "the toy target", TRAINED, choices=tuple(TOYS))
+    target_steps: int = flag(750, "training steps of the toy", TRAINED, low=1)
+    target_layers: int = flag(0, "layers of the toy; 0: as its architecture has", TRAINED, low=0)
+    target_length: int = flag(256, "tokens per training sequence of the toy", TRAINED, low=1)
+    drafter: str = flag("", "the drafter to start from; empty: a fresh one", TRAINED)
+    drafter_kind: str = flag("", "empty: dflash", TRAINED, choices=("", *ARCHITECTURES))
+    draft_layers: int = flag(0, "of a fresh drafter; 0: 2", TRAINED, low=0)
+    block_size: int = flag(0, "b, of a fresh drafter; 0: such that W = 7", TRAINED, low=0)
+    markov_head: str = flag("", "of dspark; empty: vanilla", TRAINED, choices=("", *MARKOV_HEADS))
     rank: int = flag(
-        0, "of a fresh dspark's or dflash2's low-rank tables; 0: 256, at most the width", low=0
+        0, "of dspark's or dflash2's tables; 0: 256, at most the width", TRAINED, low=0
     )
-    draft_layers: int = flag(0, "decoder layers; 0: the given drafter's, 2 for a fresh one", low=0)
-    block_size: int = flag(0, "b = W + 1; 0: the given drafter's, 8 for a fresh one", low=0)
-    mask_token_id: int = flag(-1, "MASK's row; -1: the given drafter's, or a spare one", low=-1)
-    # training
-    warm_steps: int = flag(1000, "story: offline CE steps before the three ways part", low=1)
-    ways: tuple = flag(MODES[:3], "story: which ways to go on from there")
-    steps: int = flag(250, "training steps (story: of each way)", low=1)
-    batch_size: int = flag(8, "references per step", low=1)
+    mask_token_id: int = flag(-1, "MASK's row; -1: a spare one", TRAINED, low=-1)
+    references: str = flag("", "made before, or the target's chats as JSONL; empty: make", TRAINED)
+    corpus: str = flag("", "text or JSONL prompts, file or folder; empty: Python's own", TRAINED)
+    skip_bad_lines: bool = flag(False, "leave bad JSONL lines out instead of stopping", TRAINED)
+    num_references: int = flag(512, "how many to make", TRAINED, low=1)
+    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", TRAINED, low=1)
+    response_length: int = flag(192, "tokens per response, at most", TRAINED, low=2)
+
+    device: str = flag("cpu", "cpu or cuda", WHERE)
+    dtype: str = flag("", "of the target; empty: what its config names", WHERE, choices=DTYPES)
+    precision: str = flag("float32", "the drafter's arithmetic", WHERE, choices=DTYPES[1:])
+    shard_target: bool = flag(False, "spread the target's layers over the processes", WHERE)
     grad_accum: int = flag(
-        1,
-        "parts of a process's share of the batch, one at a time in memory; "
-        "the gradient is the same",
-        low=1,
+        1, "parts of a batch, learned one at a time to save memory", WHERE, low=1
     )
-    bucket: int = flag(
-        1,
-        "sort the references of so many batches by length, so that one batch "
-        "holds similar ones; 1: as they come",
-        low=1,
-    )
-    num_anchors: int = flag(16, "A, anchors per reference", low=1)
-    num_branches: int = flag(2, "K, branches per anchor (specopd)", low=1)
+    recompute: bool = flag(False, "run drafter layers again in the backward pass", WHERE)
+    cache_gib: float = flag(2.0, "keep the references' trunks up to this size", WHERE, low=0)
+    bucket: int = flag(1, "batches whose references are sorted by length together", WHERE, low=1)
+
+    steps: int = flag(250, "training steps (story: of each way)", RECIPE, low=1)
+    warm_steps: int = flag(1000, "story: offline CE steps before the ways part", RECIPE, low=1)
+    batch_size: int = flag(8, "references per step", RECIPE, low=1)
+    num_anchors: int = flag(16, "A, anchors per reference", RECIPE, low=1)
+    num_branches: int = flag(2, "K, branches per anchor (specopd)", RECIPE, low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
-    num_greedy: int = flag(1, "of the K branches, how many are the drafter's argmax", low=0)
-    branch_temperature: float = flag(1.0, "temperature that draws the branches", low=0)
-    loss_temperature: float = flag(0.0, "of p and q; 0: the branch temperature, else 1", low=0)
-    reuse: int = flag(
-        1, "steps on one drawing of branches (specopd), on one decoding (rollout)", low=1
-    )
-    # NOTE(paper): drawing anchors by need is ours; each is weighted so that the loss stays the same
-    anchors: str = flag(
-        "uniform",
-        "where branches hang: uniform, or more often where the drafter "
-        "that the run starts from fails (hard)",
-        choices=("uniform", "hard"),
-    )
-    loss: str = flag("e2e_tv", "what e2e, specopd and rollout minimise", choices=losses.LOSSES[1:])
-    ce_weight: float = flag(0.0, "share of CE on the text mixed into e2e, specopd, rollout", low=0)
-    confidence_weight: float = flag(1.0, "of the confidence head's loss (dspark)", low=0)
-    # NOTE(paper): E2E-TV's gradient is small beside this one, which then undoes what it gains
+    num_greedy: int = flag(1, "how many of the K branches are the argmax", RECIPE, low=0)
+    branch_temperature: float = flag(1.0, "draws the branches; also of p and q", RECIPE, low=0)
+    loss: str = flag("e2e_tv", "of all ways but ce", RECIPE, choices=LOSSES[1:])
+    ce_decay: float = flag(CE_DECAY, "gamma_0 of CE; 4 for W = 7, 7 for W = 15", RECIPE, low=0.01)
+    # NOTE(paper): E2E-TV's gradient is small beside the confidence's, which undoes what it gains
     detach_confidence: str = flag(
         "online",
-        "when that loss teaches its head alone: online (not in ce), always, never",
+        "its loss teaches its head alone: not in ce (online), always, never",
+        RECIPE,
         choices=("online", "always", "never"),
     )
-    ce_decay: float = flag(4.0, "gamma_0 of CE's weights; 4 for W = 7, 7 for W = 15", low=0.01)
-    merge: bool = flag(True, "branches of equal history share nodes (same p, fewer nodes)")
-    matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW for everything", low=0)
-    lr: float = flag(1e-3, "AdamW's rate, for the rest", low=0)
-    warmup: int = flag(20, "steps of linear warm-up")
-    cooldown: float = flag(0.3, "share of the steps over which the rate falls to a tenth", low=0)
-    clip: float = flag(1.0, "largest gradient norm", low=0)
-    precision: str = flag(
-        "float32",
-        "the drafter's arithmetic in training; its weights stay float32",
-        choices=("float32", "bfloat16"),
-    )
-    recompute: bool = flag(
-        False,
-        "run the drafter's layers again in the backward pass instead of keeping what they computed",
-    )
-    compile: bool = flag(False, "torch.compile for the drafter's layers and the target's MLPs")
-    cache_gib: float = flag(2.0, "keep the references' trunks in memory up to this size", low=0)
-    checkpoint_every: int = flag(0, "tokens between recurrent states kept; 0: see target.py", low=0)
-    # measuring and keeping
-    eval_every: int = flag(250, "steps between two measurements of AL", low=1)
-    eval_prompts: int = flag(96, "held-out prompts; a quarter, but 8 at least, in training", low=1)
-    eval_tokens: int = flag(128, "tokens decoded per prompt", low=2)
-    save_every: int = flag(100, "steps between two checkpoints", low=1)
-    keep: int = flag(
-        2, "checkpoints kept: the last ones (the drafter of the best AL is kept, too)", low=1
-    )
-    spike: float = flag(
-        100.0,
-        "leave out a step whose gradient is so many times as large as it was lately; 0: none",
-        low=0,
-    )
-    max_skipped: int = flag(10, "end the run after so many left out in a row", low=1)
-    plan: bool = flag(
-        False,
-        "say what the run needs of 1 and of 8 GPUs, and do nothing; --target "
-        "may be 8B, 27B, 125B or a folder with a config.json",
-    )
-    gpu_gib: float = flag(80.0, "plan: memory of a GPU", low=1)
-    stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", low=0)
+    merge: bool = flag(True, "equal histories share nodes (same p, fewer nodes)", RECIPE)
+    matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW alone", RECIPE, low=0)
+    lr: float = flag(1e-3, "AdamW's rate, for the rest", RECIPE, low=0)
+
+    eval_every: int = flag(250, "steps between two measurements of AL", KEEPING, low=1)
+    eval_prompts: int = flag(96, "held-out prompts; while training a quarter", KEEPING, low=1)
+    eval_tokens: int = flag(128, "tokens decoded per prompt", KEEPING, low=2)
+    save_every: int = flag(100, "steps between two training states", KEEPING, low=1)
+    stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", KEEPING, low=0)
 
     def __post_init__(self):
-        files.check_ranges(self)
+        check_ranges(self)
         if self.num_greedy >= self.num_branches and self.branch_temperature > 0:
             raise ValueError("--num-greedy leaves no branch to draw; use --branch-temperature 0")
-        own = self.branch_temperature > 0 and self.loss_temperature in (0, self.branch_temperature)
-        own = own and self.mode == "specopd" and not self.num_greedy and self.reuse == 1
-        if self.loss == "e2e_al" and not own:
+        draws_from_q = self.mode == "specopd" and self.branch_temperature > 0
+        if self.loss == "e2e_al" and (self.num_greedy or not draws_from_q):
             raise ValueError(
-                "--loss e2e_al needs branches drawn from the q at hand: --mode specopd"
-                ", --num-greedy 0, --reuse 1, one temperature above 0 for "
-                "both"
+                "--loss e2e_al needs branches drawn from q itself: --mode specopd, "
+                "--num-greedy 0 and a --branch-temperature above 0"
             )
-        if not self.ways or set(self.ways) - set(MODES):
-            raise ValueError(f"--ways {' '.join(self.ways)}: there is {', '.join(MODES)}")
-        if self.save_every % self.reuse or self.stop_after % self.reuse:
-            raise ValueError(
-                "--save-every and --stop-after must be multiples of --reuse, so that "
-                "a run goes on as it was"
-            )
-        ways = self.ways if self.mode == "story" else (self.mode,)
-        if self.anchors == "hard" and "rollout" in ways:
-            raise ValueError("--anchors hard: a rollout's anchors are where its rounds begin")
         if self.stop_after and self.mode == "story":
             raise ValueError("--stop-after goes with one --mode")
 
 
-# flags that may differ when a run is resumed: they change where and how it runs, what is kept and
-# measured, which steps are left out; not, but for rounding, what a step learns
-FREE = """out device save_every stop_after cache_gib checkpoint_every eval_prompts eval_tokens ways
-    keep spike max_skipped shard_target plan gpu_gib grad_accum recompute compile""".split()
+# Flags that may differ when a run goes on: they change where and how it runs, what is kept and
+# measured; but for rounding, they do not change what a step learns.
+FREE = """
+    out device save_every stop_after cache_gib eval_prompts eval_tokens shard_target grad_accum
+    recompute
+""".split()
 
 SMOKE = dict(
     out="runs/smoke",
@@ -211,174 +174,649 @@ SMOKE = dict(
     draft_layers=1,
 )
 
+
+def objective_of(config: TrainConfig, drafter: Drafter) -> Objective:
+    """What the run minimises."""
+    kind = drafter.config.kind
+    if config.mode == "ce":
+        terms = dict(DSPARK_MIX) if kind == "dspark" else {"ce": 1.0}
+    else:
+        terms = {config.loss: 1.0, "confidence": 1.0}
+    if not drafter.has_confidence:
+        terms.pop("confidence", None)
+    when = config.detach_confidence
+    return Objective(
+        terms,
+        base_ce=config.mode == "ce" and kind == "dflash2",  # so that its candidates are good
+        temperature=config.branch_temperature or 1.0,
+        decay=config.ce_decay,
+        detach_confidence=when == "always" or when == "online" and config.mode != "ce",
+        bfloat16=config.precision == "bfloat16",
+    )
+
+
+# ------------------------------------------------------------------------------ ways to make blocks
+
+
+def draw_anchors(
+    seed: int, step: int, sequence_ids, prompt_lengths, lengths, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Anchors (B,A), ascending, -1 = absent, and the uniforms (B,A,K,W) that draw the branches.
+
+    shape = (A, K, W). Anchors lie between the first response token and the second to last, drawn
+    without replacement. All of it follows from (seed, step, sequence id) alone, however the work
+    is split.
+    """
+    A, K, W = shape
+    anchors = torch.full((len(sequence_ids), A), -1)
+    uniforms = torch.empty(len(sequence_ids), A, K, W)
+    for row, sequence_id in enumerate(sequence_ids):
+        mixed = (seed * 1_000_003 + step) * 1_000_003 + int(sequence_id)
+        generator = torch.Generator().manual_seed(mixed % (2**63 - 1))
+        first = int(prompt_lengths[row])
+        count = max(int(lengths[row]) - 1 - first, 0)
+        picked = torch.randperm(count, generator=generator)[:A].sort().values
+        anchors[row, : len(picked)] = first + picked
+        uniforms[row] = torch.rand(A, K, W, generator=generator)
+    return anchors, uniforms
+
+
+def until_stop(tokens: Tensor, stop_ids) -> Tensor:
+    """Valid positions (…,W) of branches: up to and including the first stop token."""
+    if not stop_ids:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    stops = torch.isin(tokens, torch.tensor(stop_ids, device=tokens.device)).long()
+    return stops.cumsum(-1) - stops == 0
+
+
+def text_blocks(config, drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_ids) -> Blocks:
+    """Offline: the text itself behind its anchors (B,A), as if it were a branch."""
+    B, A = anchors.shape
+    W = drafter.config.num_draft_tokens
+    ahead = anchors.clamp(min=0)[..., None] + torch.arange(1, W + 1, device=anchors.device)
+    inside = (ahead < trunk.lengths[:, None, None]) & (anchors >= 0)[..., None]  # (B, A, W)
+    ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1).flatten(1)
+    text = trunk.tokens.gather(1, ahead).view(B, A, 1, W)
+    valid = inside[:, :, None] & until_stop(text, stop_ids)
+    if config.mode == "ce":
+        valid = valid & drafter.proposable(text)  # the target may write what q never holds
+    p_hidden = None
+    if objective_of(config, drafter).needs_p:  # p_k comes from position a + k - 1
+        p_hidden = gather_slots(trunk.hidden, ahead - 1).view(B, A, 1, W, -1)
+    counts = {"nodes": 0, "unmerged": 0}
+    return Blocks(trunk.for_drafter(), anchors, text, valid, p_hidden, counts=counts)
+
+
+def tree_blocks(
+    config, drafter: Drafter, trunk: Trunk, anchors: Tensor, uniforms: Tensor, stop_ids
+) -> Blocks:
+    """SpecOPD: branches drawn at all anchors (B,A) at once, scored as one tree."""
+    W = drafter.config.num_draft_tokens
+    with objective_of(config, drafter).autocast(anchors.device):
+        proposal = drafter.propose(
+            trunk,
+            anchors,
+            config.num_branches,
+            Sampling(config.branch_temperature),
+            uniforms=uniforms,
+            num_greedy=config.num_greedy,
+        )
+    valid = until_stop(proposal.tokens, stop_ids) & (anchors >= 0)[..., None, None]
+    branches = torch.where(valid, proposal.tokens, -1)  # (B, A, K, W)
+    tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches, config.merge)
+    p_hidden = drafter.target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
+    unmerged = (valid.sum(-1) - 1).clamp(min=0).sum()
+    return Blocks(
+        trunk.for_drafter(),
+        anchors,
+        proposal.tokens,
+        valid,
+        p_hidden,
+        hidden=proposal.hidden if proposal.hidden.requires_grad else None,
+        counts={"nodes": tree.valid.sum(), "unmerged": unmerged},
+    )
+
+
+@dataclass
+class Recorder:
+    """Watches `serve.generate` decode one batch: what each round drafted, scored and tapped."""
+
+    width: int  # tokens of the longest text, and room for a round behind it
+    taps: Tensor | None = None  # (B, width, ·)
+    rounds: list[dict] = field(default_factory=list)
+
+    def start(self, trunk: Trunk) -> None:
+        self.taps = with_room(trunk.taps, self.width).clone()
+
+    def round(self, alive: list[int], anchors: Tensor, drafts: Tensor, scored, path) -> None:
+        """Rows `alive` of the batch: anchors (B',), drafts (B',W), path (B',W+1) of the commit."""
+        B = len(self.taps)
+        W = drafts.shape[1]
+        rows = torch.tensor(alive, device=drafts.device)
+        slots = anchors[:, None] + torch.arange(W + 1, device=anchors.device)
+        # those of rejected drafts are overwritten by the next round
+        self.taps[rows[:, None], slots] = gather_slots(scored.taps, path.clamp(min=0))
+        hidden = scored.hidden[:, 0, 0, :W]  # (B', W, C)
+        record = {
+            "anchors": anchors.new_full((B,), -1),
+            "tokens": drafts.new_zeros(B, W),
+            "hidden": hidden.new_zeros(B, *hidden.shape[1:]),
+        }
+        for name, values in (("anchors", anchors), ("tokens", drafts), ("hidden", hidden)):
+            record[name][rows] = values
+        self.rounds.append(record)
+
+    def no_round(self, W: int) -> None:
+        """Every response ended with its first token: there is nothing to learn."""
+        B, _, C = self.taps.shape
+        nothing = torch.zeros(B, W, dtype=torch.long, device=self.taps.device)
+        hidden = self.taps.new_zeros(B, W, C)
+        self.rounds = [{"anchors": nothing[:, 0] - 1, "tokens": nothing, "hidden": hidden}]
+
+
+def rollout_blocks(
+    drafter: Drafter,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop_ids,
+    prompt_ids: list[int] | None = None,
+) -> Blocks:
+    """Sequential: every block that the current drafter proposes while it really decodes, with the
+    target's distributions of that very verification."""
+    W = drafter.config.num_draft_tokens
+    recorder = Recorder(max(map(len, prompts)) + max_new_tokens + W + 1)
+    results = generate(
+        drafter.target,
+        drafter,
+        prompts,
+        max_new_tokens,
+        sampling,
+        seed,
+        stop_ids,
+        batch_size=len(prompts),
+        watch=recorder,
+        prompt_ids=prompt_ids,
+    )
+    if not recorder.rounds:
+        recorder.no_round(W)
+    device = recorder.taps.device
+    rows = [torch.tensor(prompt + r.tokens) for prompt, r in zip(prompts, results)]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    taps = recorder.taps[:, : tokens.shape[1]].clone()
+    tap_ids = drafter.config.target_layer_ids
+    trunk = Trunk(tokens, lengths, [], tap_ids, int(lengths.max()), taps=taps)
+
+    def stacked(name: str) -> Tensor:  # (B, R, ...)
+        return torch.stack([record[name] for record in recorder.rounds], 1)
+
+    anchors = stacked("anchors")
+    drafts = stacked("tokens")[:, :, None]  # (B, R, 1, W)
+    valid = until_stop(drafts, stop_ids) & (anchors >= 0)[..., None, None]
+    counts = {"nodes": 0, "unmerged": 0}
+    return Blocks(trunk, anchors, drafts, valid, stacked("hidden")[:, :, None], counts=counts)
+
+
+def next_batch(config, drafter: Drafter, trunks: Trunks, step: int, stop_ids) -> list[Blocks]:
+    """This process's blocks of a step, in --grad-accum parts of similar lengths."""
+    references = trunks.references
+    device = drafter.fc.weight.device
+    rows = batch_rows(config.seed, step, references.lengths, config.batch_size, config.bucket)
+    rows = distributed.own_rows(rows)
+
+    def blocks(rows: Tensor) -> Blocks:
+        if config.mode == "rollout":
+            ends = references.prompt_lengths.tolist()
+            prompts = [references.tokens[row, : ends[row]].tolist() for row in rows.tolist()]
+            sampling = Sampling(config.branch_temperature)
+            seed = config.seed * 1_000_003 + step
+            how = (config.response_length, sampling, seed, stop_ids, rows.tolist())
+            return rollout_blocks(drafter, prompts, *how)
+        shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
+        spans = (references.prompt_lengths[rows], references.lengths[rows])
+        anchors, uniforms = draw_anchors(config.seed, step, rows, *spans, shape)
+        anchors = anchors.to(device)
+        if config.mode == "specopd":
+            return tree_blocks(config, drafter, trunks(rows), anchors, uniforms, stop_ids)
+        return text_blocks(config, drafter, trunks(rows), anchors, stop_ids)
+
+    # the drafting pass keeps its graph if it is used at once; else the blocks run again later
+    with torch.set_grad_enabled(torch.is_grad_enabled() and config.grad_accum == 1):
+        return [blocks(part) for part in rows.chunk(config.grad_accum)]
+
+
+# ----------------------------------------------------------------------------------------- one step
+
+
+class Step(nn.Module):
+    """`step_loss` as a module, because that is what data-parallel gradients go through."""
+
+    def __init__(self, config: TrainConfig, drafter: Drafter):
+        super().__init__()
+        self.drafter = drafter
+        self.objective = objective_of(config, drafter)
+
+    def forward(self, blocks: Blocks, denominators: dict | None = None):
+        return step_loss(self.drafter, blocks, self.objective, denominators)
+
+
+def total_denominators(objective: Objective, parts: list[Blocks]) -> dict[str, Tensor]:
+    """What the terms' sums are divided by: over all parts and processes, in one message."""
+    each = [torch.stack(list(objective.denominators(part).values())) for part in parts]
+    return dict(zip(objective.terms, distributed.all_reduce_sum(sum(each))))
+
+
+def gradient(config, step_module: nn.Module, drafter: Drafter, parts: list[Blocks]) -> dict:
+    """Leave the whole batch's gradient in the drafter -> figures of all parts and processes."""
+    num_processes = distributed.num_processes()
+    # from here on no process needs the target's layers
+    denominators = total_denominators(objective_of(config, drafter), parts)
+    sums = {}
+    for part in parts:
+        sends = num_processes == 1 or part is parts[-1]  # gradients are sent once
+        with contextlib.nullcontext() if sends else step_module.no_sync():
+            value, figures = step_module(part, denominators)
+            (value * num_processes).backward()  # data parallel averages; shares are to be summed
+        part.hidden = None  # its graph is gone
+        for name, x in (figures | {"loss": value.detach()}).items():
+            sums[name] = sums.get(name, 0.0) + torch.as_tensor(x, device=value.device).double()
+    return figures_of(all_reduce_dict(sums))
+
+
+def all_reduce_dict(sums: dict[str, Tensor]) -> dict:
+    """Each tensor's sum over all processes, in one message, as plain numbers and lists."""
+    flat = torch.cat([x.flatten() for x in sums.values()])
+    totals = distributed.all_reduce_sum(flat).split([x.numel() for x in sums.values()])
+    return {name: t.view(x.shape).tolist() for (name, x), t in zip(sums.items(), totals)}
+
+
+def figures_of(sums: dict) -> dict:
+    """Means instead of sums: alpha, survival (W,) over valid positions, the share of slots that
+    are padding, and how many labels are among DFlash 2's candidates."""
+    positions = sums.pop("positions", None)
+    if positions:
+        for name in ("alpha", "survival"):
+            sums[name] = [x / max(n, 1) for x, n in zip(sums[name], positions)]
+    if "candidates" in sums:
+        sums["coverage"] = sums.pop("candidates") / max(sums.pop("labels"), 1)
+    sums["padding"] = sums["padding"] / sums.pop("slots")
+    return sums | {name: int(sums[name]) for name in ("supervised", "nodes", "unmerged")}
+
+
 # ----------------------------------------------------------------------------------------- the loop
 
 
-def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
-    """Train the drafter in place by `config.mode`; folder, checkpoint and log stand in `out`."""
-    target, parts = drafter.target, None
-    optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-    same = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+@dataclass
+class Run:
+    """A training in progress."""
+
+    config: TrainConfig
+    drafter: Drafter
+    trunks: Trunks
+    measure: Measure
+    out: Path
+    made_with: dict  # what must be the same when the run goes on
+    step_module: nn.Module
+    optimizers: list
+    start: int = 0  # steps already done
+    totals: dict = field(default_factory=dict)
+
+    def save(self, step: int) -> None:
+        if distributed.is_main():
+            state = {"step": step, "made_with": self.made_with, "totals": self.totals}
+            state["drafter"] = self.drafter.state_dict()
+            state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+            resume.save_training_state(self.out, state)
+
+
+def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> Run:
+    """A fresh run in the folder `out`, or the one that stands there, where it was."""
+    made_with = {k: v for k, v in asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
-    same |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
-    same["the target"] = weights_checksum(target)
-    lead, unused = distributed.rank() == 0, drafter.has_confidence and not config.confidence_weight
-    share = distributed.data_parallel(Step(config, drafter), unused)
-    if config.compile:
-        compile_parts(drafter)
-    hard = hardness(drafter, trunks, heat(config)) if config.anchors == "hard" else None
-    start, totals = 0, {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0}
-    totals |= {"best": {}, "health": {}}
-    saved = resume.load(out)
-    if saved and (absent := {"step", "same", "totals", "drafter", "optimizers"} - set(saved)):
+    made_with |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
+    made_with["the target"] = weights_checksum(drafter.target)
+    drafter.recompute = config.recompute
+    optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
+    step_module = distributed.data_parallel(Step(config, drafter))
+    totals = {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
+    run = Run(config, drafter, trunks, measure, out, made_with, step_module, optimizers)
+    run.totals = totals
+    state = resume.load_training_state(out)
+    wanted = {"step", "made_with", "totals", "drafter", "optimizers"}
+    if state and not wanted <= state.keys():
+        missing = min(wanted - state.keys())
         raise ValueError(
-            f"{saved['path']} is no checkpoint of a training, it has no "
-            f"{min(absent)}: choose another --out"
+            f"{state['path']} is no training state, it has no {missing}: choose another --out"
         )
-    resume.agree(saved, trunks.references.tokens)
-    if saved:
-        files.check_same(saved["same"], same, saved["path"])
-        start = saved["step"]
-        totals |= saved["totals"]
-        resume.restore(saved, drafter, optimizers)
+    resume.check_processes_agree(state, trunks.references.tokens)
+    if state:
+        check_same(state["made_with"], made_with, state["path"])
+        resume.set_damaged_aside(state)
+        resume.restore(state, drafter, optimizers)
+        run.start = state["step"]
+        run.totals |= state["totals"]
     elif (out / "model.safetensors").exists():
-        raise ValueError(f"{out} holds a drafter without its checkpoint: choose another --out")
+        raise ValueError(f"{out} holds a drafter without its training state: choose another --out")
+    else:
+        run.save(0)
+    if distributed.is_main():
+        resume.cut_log(out / "log.jsonl", run.start)
+        write_json(out / "run.json", asdict(config))
+    return run
 
-    def save(step: int) -> None:
-        if lead:
-            state = {"step": step, "same": same, "totals": totals, "drafter": drafter.state_dict()}
-            state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-            resume.save(out, state, config.keep)
 
-    if not saved:
-        save(0)
-    if lead:
-        path = out / "log.jsonl"
-        kept = resume.log_lines(path, start)
-        with files.atomic(path) as temporary:
-            temporary.write_text("".join(kept))
-        files.write_json(out / "run.json", dataclasses.asdict(config))
-    end, als = min(config.steps, config.stop_after or config.steps), {}
-    bar = tqdm(
-        range(start, end),
-        initial=start,
-        total=config.steps,
-        desc=f"{config.mode:8s}",
-        disable=not lead,
+def one_step(run: Run, step: int) -> dict:
+    """Make blocks, learn from them -> what the log tells of the step."""
+    config = run.config
+    begin = time.perf_counter()
+    set_learning_rate(run.optimizers, step, config.steps)
+    parts = next_batch(config, run.drafter, run.trunks, step, run.measure.stop_ids)
+    record = {"step": step + 1} | gradient(config, run.step_module, run.drafter, parts)
+    norm = nn.utils.clip_grad_norm_(run.drafter.parameters(), MAX_GRADIENT_NORM).item()
+    if not (math.isfinite(norm) and math.isfinite(record["loss"])):
+        stop_unsound(run, step, record["loss"], norm)
+    optimizer_step(run.optimizers)
+    run.totals["seconds"] += time.perf_counter() - begin
+    for name in ("supervised", "nodes", "unmerged"):
+        run.totals[name] += record[name]
+    return record | {"grad_norm": norm}
+
+
+def stop_unsound(run: Run, step: int, loss: float, norm: float) -> None:
+    """A step that is not finite must not change the drafter: keep it as it is, and stop."""
+    folder = run.out / "sound"
+    if distributed.is_main():
+        run.drafter.save_pretrained(folder)
+    raise ValueError(
+        f"step {step + 1} is not finite (loss {loss:.3g}, gradient norm {norm:.3g}): go on in "
+        f"another --out from --drafter {folder}, with a lower --lr and --matrix-lr"
     )
-    path = out / "log.jsonl" if lead else os.devnull
-    with open(path, "a", encoding="utf-8") as log, resume.Terminated() as terminated:
+
+
+def measure_and_keep_best(run: Run, step: int) -> dict:
+    """AL at both temperatures on a share of the prompts; the drafter of the best mean is kept."""
+    target = run.drafter.target
+    als = {}
+    for temperature in TEMPERATURES:
+        acceptance_lengths = run.measure(target, run.drafter, temperature, QUICK_SHARE)
+        als[f"al_t{temperature:g}"] = acceptance_lengths.mean
+    mean = sum(als.values()) / len(als)
+    if mean > run.totals["best"].get("al", 0):
+        run.totals["best"] = {"step": step + 1, "al": mean}
+        run.drafter.save_pretrained(run.out / "best")
+    return als
+
+
+def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
+    """Train the drafter in place by `config.mode`; everything of the run stands in `out`."""
+    run = start_or_resume(config, drafter, trunks, measure, out)
+    is_main = distributed.is_main()
+    end = min(config.steps, config.stop_after or config.steps)
+    steps = range(run.start, end)
+    how = dict(initial=run.start, total=config.steps, desc=f"{config.mode:8s}", disable=not is_main)
+    log_path = out / "log.jsonl" if is_main else os.devnull
+    als = {}
+    with (
+        tqdm(steps, **how) as bar,
+        open(log_path, "a", encoding="utf-8") as log,
+        resume.EndRequest() as request,
+    ):
         for step in bar:
-            begin = time.perf_counter()
-            set_rate(optimizers, step, config.steps, config.warmup, config.cooldown)
-            if parts is None or step % config.reuse == 0:
-                parts = None  # nothing of the last ones lies beside the new ones
-                parts = next_batch(config, drafter, trunks, step, measure.stop_ids, hard)
-            record = {"step": step + 1}
-            record |= gradient(config, share, drafter, parts, lambda: terminated.asked)
-            norm = nn.utils.clip_grad_norm_(drafter.parameters(), config.clip).item()
-            value, asked = record["loss"], record.pop("asked")
-            if resume.sound(value, norm, totals["health"], config.spike):
-                update(optimizers)
-            else:
-                drafter.zero_grad()
-            if totals["health"]["in_a_row"] >= config.max_skipped:
-                if lead:
-                    drafter.save_pretrained(out / "sound")
-                raise ValueError(
-                    f"{config.max_skipped} steps in a row went wrong, the last with "
-                    f"loss {value:.3g} and gradient norm {norm:.3g}: go on in another "
-                    f"--out from --drafter {out}/sound, with a lower --lr and "
-                    "--matrix-lr"
-                )
-            record["grad_norm"] = norm
-            totals["seconds"] += time.perf_counter() - begin
-            for key in ("supervised", "nodes", "unmerged"):
-                totals[key] += record[key]
-            if lead and ((step + 1) % config.eval_every == 0 or step + 1 == config.steps):
-                als = {f"al_t{t:g}": measure(target, drafter, t, 0.25).mean for t in TEMPERATURES}
+            record = one_step(run, step)
+            is_due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
+            if is_main and is_due:
+                als = measure_and_keep_best(run, step)
                 record |= als
-                if (mean := sum(als.values()) / len(als)) > totals["best"].get("al", 0):
-                    totals["best"] = {"step": step + 1, "al": mean}
-                    drafter.save_pretrained(out / "best")
             log.write(json.dumps(record) + "\n")
             log.flush()
-            speed = totals["supervised"] / totals["seconds"]
-            shown = {k.replace("al_t", "AL@"): f"{v:.2f}" for k, v in als.items()}
-            bar.set_postfix({"loss": f"{value:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
-            asked = asked and (step + 1) % config.reuse == 0  # branches at hand are used first
-            if (step + 1) % config.save_every == 0 or step + 1 == end or asked:
-                save(step + 1)
-            if asked and step + 1 < end:
-                distributed.barrier()  # one may still be measuring, and save after that
-                raise files.Stopped(
-                    f"asked to end: step {step + 1} of {config.steps} is saved in "
-                    f"{out}, the same command goes on"
+            show_progress(bar, run, record["loss"], als)
+            asked_to_end = end_requested(request)
+            if (step + 1) % config.save_every == 0 or step + 1 == end or asked_to_end:
+                run.save(step + 1)
+            if asked_to_end and step + 1 < end:
+                distributed.barrier()  # the main process may still measure, and then save
+                raise Stopped(
+                    f"asked to end: step {step + 1} of {config.steps} is saved in {out}, "
+                    "the same command goes on"
                 )
-    if lead and end == config.steps and not (out / "summary.json").is_file():
-        drafter.save_pretrained(out)
-        lines = resume.log_lines(out / "log.jsonl", end)
-        last = json.loads(lines[-1]) if lines else {}
-        als = {key: value for key, value in last.items() if key.startswith("al_")}
-        files.write_json(out / "summary.json", totals | als | {"config": same})  # last: now done
+    if is_main and end == config.steps:
+        finish(run)
     distributed.barrier()
-    if terminated.asked:  # during the last step: it is done, what may come after it is not wanted
-        raise files.Stopped(f"asked to end: {out} is done")
-    return totals
+    if request.received:  # in the last step: this run is done, what would follow is not wanted
+        raise Stopped(f"asked to end: {out} is done")
+    return run.totals
 
 
-def main():
-    config = files.parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
-    if config.plan:
-        from lab.plan import plan
+def show_progress(bar, run: Run, loss: float, als: dict) -> None:
+    speed = run.totals["supervised"] / run.totals["seconds"]
+    shown = {name.replace("al_t", "AL@"): f"{al:.2f}" for name, al in als.items()}
+    bar.set_postfix({"loss": f"{loss:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
 
-        return plan(config)
-    config = replace(config, device=distributed.start(config.device))
-    if config.batch_size % ((size := distributed.num_processes()) * config.grad_accum):
-        raise ValueError(
-            f"--batch-size {config.batch_size} is no multiple of the {size} processes "
-            f"times --grad-accum {config.grad_accum}"
-        )
-    out, usual = Path(config.out), dataclasses.asdict(TrainConfig())
-    asked = {k: v for k, v in dataclasses.asdict(config).items() if v != usual[k]}
-    print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(asked)}")
-    if config.mode == "story":
-        from story import story  # which builds on this file
 
-        if distributed.num_processes() > 1:
-            raise ValueError("several processes go with one --mode, not with the story")
-        return story(config, out)
+def end_requested(request: resume.EndRequest) -> bool:
+    """Whether any process was asked to end; all get the same answer."""
+    return any(flag for (flag,) in distributed.gather_numbers([int(request.received)]))
+
+
+def finish(run: Run) -> None:
+    """Save the drafter, then the summary: with it the run counts as done."""
+    if (run.out / "summary.json").is_file():
+        return
+    run.drafter.save_pretrained(run.out)
+    lines = (run.out / "log.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) if lines else {}
+    als = {name: value for name, value in last.items() if name.startswith("al_")}
+    write_json(run.out / "summary.json", run.totals | als | {"config": run.made_with})
+
+
+# ---------------------------------------------------------------------------------------- the story
+
+
+def trained(run: TrainConfig, folder: Path, target, tokenizer, measure: Measure, trunks) -> dict:
+    """Train one run, or find it done in its folder -> its totals. trunks() makes the trunks of
+    its references, where they are needed."""
+    made_with = {k: v for k, v in asdict(run).items() if k not in FREE}
+
+    def make():
+        return train(run, start_drafter(run, target, tokenizer), trunks(), measure, folder)
+
+    return stage(folder, made_with, make)
+
+
+def story(config: TrainConfig, out: Path) -> None:
+    """Target, references, a drafter trained offline, three ways on from it, and the table."""
+    begin = time.perf_counter()
+    target, tokenizer, measure, references = prepare(config, out)
+    drafters = {"fresh": start_drafter(config, target, tokenizer)}
+    tap_ids = drafters["fresh"].config.target_layer_ids
+    trunks = Trunks(target, references, tap_ids, config.cache_gib)
+    runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
+    for mode in STORY_MODES:
+        runs[mode] = replace(config, mode=mode, drafter=str(out / "start"))
+    totals = {}
+    for name, run in runs.items():
+        totals[name] = trained(run, out / name, target, tokenizer, measure, lambda: trunks)
+        drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
+    lengths = {}
+    for name, drafter in drafters.items():
+        share = QUICK_SHARE if name == "fresh" else 1.0  # a round for every token: slow, about 1
+        lengths[name] = {
+            t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES
+        }
+    speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
+    report(config, out, lengths, totals, speeds, time.perf_counter() - begin)
+
+
+TITLES = {
+    "fresh": "fresh (1/4 of them)",
+    "start": "offline CE (the start)",
+    "ce": "  + CE",
+    "e2e": "  + offline E2E-TV",
+    "specopd": "  + SpecOPD",
+}
+
+
+def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, seconds: float) -> None:
+    """Write the figures to summary.json and print them."""
+    entries = {name: dict(totals.get(name, {})) for name in lengths}
+    for name, entry in entries.items():
+        for t in TEMPERATURES:
+            measured = lengths[name][t]
+            entry |= {f"al_t{t:g}": measured.mean, f"survival_t{t:g}": measured.survival}
+            for base in ("start", "ce") if name in STORY_MODES else ():
+                entry[f"over_{base}_t{t:g}"] = gain(measured, lengths[base][t])
+    summary = {"config": asdict(config), "rows": entries, "decoding": speeds, "seconds": seconds}
+    write_json(out / "summary.json", summary)
+    size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
+    print(f"\nAcceptance length, {size}, seed {config.seed}")
+    print_table(entries)
+    specopd = entries["specopd"]
+    over = [f"T = {t:g} {format_gain(specopd[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
+    print("\nSpecOPD over continued CE: " + ", ".join(over))
+    saved = 1 - specopd["nodes"] / max(specopd["unmerged"], 1)
+    print(f"merging saved {100 * saved:.1f} % of the trees' nodes")
+    plain = speeds["plain"]
+    speculative = speeds["speculative"]
+    line = f"greedy decoding, batch 1: plain {plain:.0f} tokens/s, speculative {speculative:.0f}"
+    if speeds["same_text"]:
+        print(f"{line}, the same text, {speculative / plain:.2f} times as fast")
+    else:
+        print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
+    print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
+    target = f"--target {config.target or f'{out}/target'}"
+    print(f'  python serve.py {target} --drafter {out}/specopd --prompt "def main(" "import os"')
+    print(f"  python train.py --mode specopd {target} --drafter {out}/start --out runs/mine")
+    print(f"  python -m lab decode {target} --drafter {out}/specopd")
+
+
+def print_table(entries: dict) -> None:
+    """AL with gains over the start, then survival by position."""
+    print("[gain over the start, 95 % interval of the paired difference]")
+    print(f"{'':24s}{'T = 0':>7s}{'':26s}{'T = 1':>7s}{'':26s}{'supervised tokens/s':>20s}")
+    for name, entry in entries.items():
+        line = f"{TITLES[name]:24s}"
+        for t in TEMPERATURES:
+            over = format_gain(entry[f"over_start_t{t:g}"]) if name in STORY_MODES else ""
+            line += f"{entry[f'al_t{t:g}']:7.3f}  {over:24s}"
+        if "seconds" in entry:
+            line += f"{entry['supervised'] / entry['seconds']:20.0f}"
+        print(line)
+    for t in TEMPERATURES:
+        print(f"\nSurvival: share of rounds that keep the first 1, 2, ... drafts, T = {t:g}")
+        for name, entry in entries.items():
+            shares = " ".join(f"{share:6.3f}" for share in entry[f"survival_t{t:g}"])
+            print(f"{TITLES[name]:24s}{shares}")
+
+
+# ------------------------------------------------------------------------------------------- lesson
+
+
+def lesson() -> None:
+    """One SpecOPD step on one reference, in numbers, and the same loss after one update."""
+    target = Target.toy(
+        seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
+    )
+    target.num_tokens = 10  # of 12 rows: one more is MASK
+    target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
+    drafter = Drafter.fresh(target, num_layers=1, block_size=4)
+    prompt = [1, 2, 3]
+    (response,) = generate(target, None, [prompt], 9, Sampling(1.0), seed=2)
+    references = References.from_lists([prompt], [response.tokens], 0)
+    trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib=1)
+    config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3)
+    print(f"the reference: prompt {prompt}, and {response.tokens}, which the target wrote")
+    (blocks,) = next_batch(config, drafter, trunks, 0, ())
+    for anchor, branches in zip(blocks.anchors[0].tolist(), blocks.tokens[0].tolist()):
+        before = blocks.trunk.tokens[0, : anchor + 1].tolist()
+        print(f"  anchor {anchor}, after {before}: greedy {branches[0]}, drawn {branches[1]}")
+    nodes = f"{int(blocks.counts['nodes'])} nodes ({int(blocks.counts['unmerged'])} unmerged)"
+    print(f"6 branches of W = 3 tokens: {nodes}, scored in one pass\n")
+    show_branch(drafter, blocks, a=1, k=1)
+    value, figures = step_loss(drafter, blocks, objective_of(config, drafter))
+    print(f"\nE2E-TV of all 6 branches: {value.item():.4f}")
+    value.backward()
+    optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
+    optimizer_step(optimizers)
+    blocks.hidden = None  # drafted before the update: run the drafter again on the same branches
+    value, _ = step_loss(drafter, blocks, objective_of(config, drafter))
+    print(f"the same loss after one update: {value.item():.4f}")
+
+
+def show_branch(drafter: Drafter, blocks: Blocks, a: int, k: int) -> None:
+    """Print p, q, alpha and survival along branch k at anchor number a."""
+    hidden = blocks.hidden[:, a, 0]  # (1, W, C)
+    first = blocks.trunk.tokens[:, blocks.anchors[0, a]]
+    previous = torch.cat([first, blocks.tokens[0, a, k, :-1]])[None]
+    q = drafter.logits(hidden, previous)[0].softmax(-1).detach()  # (W, V)
+    p = drafter.target.head(blocks.p_hidden[0, a, k]).softmax(-1)
+    alpha = acceptance(p, q)
+    print(f"the drawn branch at anchor {blocks.anchors[0, a]}:")
+    for position, y in enumerate(blocks.tokens[0, a, k].tolist()):
+        survival = alpha[: position + 1].prod().item()
+        print(f"  y_{position + 1} = {y}   alpha {alpha[position]:.3f}   survival {survival:.3f}")
+        for name, values in (("p", p), ("q", q)):
+            row = " ".join(f"{x:.2f}" for x in values[position].tolist())
+            print(f"    {name}_{position + 1} = {row}")
+
+
+# --------------------------------------------------------------------------------------------- main
+
+
+def train_one_mode(config: TrainConfig, out: Path) -> None:
+    """`python train.py --mode MODE`, on one process or several."""
     if config.shard_target:  # nobody may go ahead: a layer runs on all processes or on none
         if not (config.target and config.references):
             raise ValueError("--shard-target goes with --target FOLDER and --references FILE")
-        made = prepare(config, out)
+        target, tokenizer, measure, references = prepare(config, out)
     else:
-        made = distributed.main_process_first(lambda: prepare(config, out))
-    target, tokenizer, measure, references = made
+        prepared = distributed.main_process_first(lambda: prepare(config, out))
+        target, tokenizer, measure, references = prepared
     drafter = start_drafter(config, target, tokenizer)
     if not config.drafter and config.mode != "ce":
         print(
-            "of what a fresh drafter proposes hardly anything is accepted, and such a loss has "
-            "little slope: begin with --mode ce, go on from its --drafter"
+            "hardly anything that a fresh drafter proposes is accepted, and such a loss has little "
+            "slope: begin with --mode ce, go on from its --drafter"
         )
-    kept = 0.0 if config.mode == "rollout" else config.cache_gib  # which reads no reference's trunk
-    trunks = Trunks(target, references, kept, config.checkpoint_every or None)
+    cache_gib = 0.0 if config.mode == "rollout" else config.cache_gib  # it reads no trunk
+    trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib)
     totals = train(config, drafter, trunks, measure, out / config.mode)
     distributed.stop()
     print(json.dumps(totals))
-    done = out / config.mode
-    if not (done / "summary.json").is_file():
+    folder = out / config.mode
+    if not (folder / "summary.json").is_file():
         print(f"stopped at step {config.stop_after} of {config.steps}; the same command goes on")
-        return None
-    last = files.read_json(done / "summary.json")
-    als = ", ".join(f"{v:.3f} at {k[4:]}" for k, v in last.items() if k.startswith("al_t"))
-    print(
-        f"{done} is done: AL by temperature {als}, on a quarter of the prompts; of the best mean "
-        f"was {done / 'best'}, at step {totals['best'].get('step')}. Beside plain decoding:\n"
-        f"  python bench.py speed --target {config.target or out / 'target'} --drafters "
-        f"{config.drafter} {done}"
-    )
+        return
+    summary = read_json(folder / "summary.json")
+    als = [f"{summary[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
+    print(f"{folder} is done: AL by temperature {', '.join(als)}, on a quarter of the prompts.")
+    print(f"The best mean was at step {totals['best'].get('step')}: {folder / 'best'}. Next:")
+    drafters = f"{config.drafter} {folder}".strip()
+    print(f"  python -m lab speed --target {config.target or out / 'target'} --drafters {drafters}")
+
+
+def main():
+    if sys.argv[1:] == ["--lesson"]:
+        return lesson()
+    config = parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    config = replace(config, device=distributed.start(config.device))
+    share = distributed.num_processes() * config.grad_accum
+    if config.batch_size % share:
+        raise ValueError(
+            f"--batch-size {config.batch_size} is no multiple of the "
+            f"{distributed.num_processes()} processes times --grad-accum {config.grad_accum}"
+        )
+    out = Path(config.out)
+    defaults = asdict(TrainConfig())
+    changed = {name: value for name, value in asdict(config).items() if value != defaults[name]}
+    print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(changed)}")
+    if config.mode != "story":
+        return train_one_mode(config, out)
+    if distributed.num_processes() > 1:
+        raise ValueError("several processes go with one --mode, not with the story")
+    return story(config, out)
 
 
 if __name__ == "__main__":
-    sys.exit(files.run_command(main))
+    sys.exit(run_command(main))

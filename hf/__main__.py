@@ -7,6 +7,7 @@ import sys
 
 from hf.tokenizer import Tokenizer, load_tokenizer
 from serve import generate
+from support.cpu import for_cpu
 from support.flags import run_command
 from target import Target
 
@@ -64,7 +65,7 @@ def greet(target: Target, tokenizer: Tokenizer) -> None:
 
 
 def main(folder: str) -> None:
-    target = Target.from_pretrained(folder)
+    target = for_cpu(Target.from_pretrained(folder))
     tokenizer = load_tokenizer(folder)
     describe(target, tokenizer)
     greet(target, tokenizer)

@@ -10,53 +10,27 @@ figures that it returns are printed by it and written here, to summary.json in -
 
 import dataclasses
 import difflib
+import importlib
 import sys
 from pathlib import Path
 
 from hf.files import read_json
-from lab import (
-    activity,
-    al,
-    claims,
-    confidence,
-    decode,
-    hf,
-    picture,
-    plan,
-    references,
-    replay,
-    report,
-    scale,
-    speed,
-    throughput,
-    tree,
-)
 from support.files import write_json
 from support.flags import parse_flags, run_command
 
-COMMANDS = {
-    "throughput": throughput,
-    "activity": activity,
-    "scale": scale,
-    "tree": tree,
-    "replay": replay,
-    "decode": decode,
-    "al": al,
-    "speed": speed,
-    "claims": claims,
-    "plan": plan,
-    "references": references,
-    "confidence": confidence,
-    "report": report,
-    "hf": hf,
-    "picture": picture,
-}
+COMMANDS = """
+    throughput activity scale tree replay decode al speed
+    claims plan references confidence report hf picture
+""".split()
 
 
 def listing() -> str:
     """One line for each command: the first line of its docstring."""
-    lines = [f"  {name:12s}{module.__doc__.splitlines()[0]}" for name, module in COMMANDS.items()]
-    return "\n".join(["python -m lab NAME [flags]     (NAME --help explains one)", "", *lines])
+    lines = ["python -m lab NAME [flags]     (NAME --help explains one)", ""]
+    for name in COMMANDS:
+        title = importlib.import_module(f"lab.{name}").__doc__.splitlines()[0]
+        lines.append(f"  {name:12s}{title}")
+    return "\n".join(lines)
 
 
 def record(path: Path, name: str, figures: dict, config) -> None:
@@ -77,9 +51,9 @@ def main():
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(COMMANDS)}"
         raise ValueError(f"python -m lab {name} is no command: {hint}")
-    command = COMMANDS[name]
-    description = command.__doc__
-    config = parse_flags(command.Config, description, sys.argv[2:], name=f"python -m lab {name}")
+    command = importlib.import_module(f"lab.{name}")
+    title = f"python -m lab {name}"
+    config = parse_flags(command.Config, command.__doc__, sys.argv[2:], name=title)
     figures = command.run(config)
     if figures is not None:
         record(Path(config.out) / "summary.json", name, figures, config)

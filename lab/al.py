@@ -10,7 +10,6 @@ first one in pairs: the interval is that of the difference.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from drafter import Sampling
 from hf import load_tokenizer
@@ -74,15 +73,6 @@ def print_survival(rows: dict, key: str, title: str) -> None:
         print(f"  {task[:14]:14s}" + " ".join(cells))
 
 
-def print_comparison(als: dict[str, dict]) -> None:
-    """The drafters' ALs side by side."""
-    tasks = list(next(iter(als.values())))
-    print("\nAL" + " " * 22 + "".join(f"{task[:12]:>14s}" for task in tasks))
-    for folder, row in als.items():
-        name = "/".join(Path(folder).parts[-2:])[-23:]
-        print(f"{name:24s}" + "".join(f"{al:14.3f}" for al in row.values()))
-
-
 def run(config: Config) -> dict:
     require(config, "target", "drafters", "tasks")
     target = open_target(config)
@@ -97,7 +87,7 @@ def run(config: Config) -> dict:
         print(f"\ntemperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
         evaluate(target, None, next(iter(tasks.values()))[:2], 8, sampling)  # warms up
         plain = by_task(target, None, tasks, config.max_new_tokens, sampling, **options)
-        first, als = None, {}
+        first = None
         for folder, drafter in drafters.items():
             evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, sampling)
             results = by_task(
@@ -114,13 +104,11 @@ def run(config: Config) -> dict:
             first = first or mean
             rows = {task: task_row(results[task], plain[task], temperature) for task in tasks}
             print_tasks(folder, rows, mean, over_first)
-            als[folder] = {task: row["al"] for task, row in rows.items()} | {"mean": mean.mean}
+            als = {task: row["al"] for task, row in rows.items()}
             figures[folder][f"t{temperature:g}"] = {
-                "al": als[folder],
+                "al": als | {"mean": mean.mean},
                 "interval": mean.interval(),
                 "over_the_first": over_first,
                 "tasks": rows,
             }
-        if len(drafters) > 1:
-            print_comparison(als)
     return figures

@@ -1,16 +1,15 @@
-"""The paper's comparisons at our scale: a grid of studies, run by one command that can be stopped.
+"""The paper's comparisons at our scale: a grid of studies, by one command that can be stopped.
 
-A study is a starting drafter, trained offline, and the arms that go on from it. Within a study all
-arms start from the same checkpoint, see the same references in the same order and are measured on
-the same held-out prompts; they differ by what is written at their names below, nothing else. Every
-arm is kept in --out and not done twice, its AL with the counts of every prompt, so that arms can be
-compared in pairs later. Arms of several seeds are averaged before they are compared.
+A study is a starting drafter, trained offline, and the arms that go on from it. All arms of a study
+start from the same weights, see the same references in the same order and are measured on the same
+held-out prompts. They differ by the flags at their names below, by nothing else. A finished arm is
+kept in --out with the counts of every prompt, so that arms can be compared in pairs later.
 
-    python bench.py claims                              everything: hours on a CPU
-    python bench.py claims --studies gqa-24 gqa-512     a part; --list names them
-    python bench.py claims --target FOLDER --drafter FOLDER ...    four ways on from a given start
-    python bench.py report                              what is done so far: tables and pictures
-    pytest tests/test_claims.py
+    python -m lab claims                               everything: hours on a CPU
+    python -m lab claims --studies gqa-24 gqa-512      a part; --list names all
+    python -m lab claims --target FOLDER --drafter FOLDER ...     four ways on from a given start
+    python -m lab report                               what is finished: tables and pictures
+    pytest tests/lab/test_claims.py
 """
 
 import dataclasses
@@ -21,402 +20,397 @@ from pathlib import Path
 import torch
 
 from drafter import Drafter
-from story import trained
-from support import files
-from support.files import flag
+from hf.files import read_json
+from support.files import write_json
+from support.flags import flag
 from support.measure import Acceptance, central_95, format_gain, gain
 from support.prepare import Trunks, prepare
-from train import TEMPERATURES, TrainConfig
+from support.resume import stage
+from train import TEMPERATURES, TrainConfig, trained
+
+GROUP = "the studies"
 
 
 @dataclass(frozen=True)
-class ClaimsConfig(TrainConfig):
-    """A run's config, from which studies and arms depart."""
+class Config(TrainConfig):
+    """A run's config, which studies and arms change."""
 
-    out: str = flag("runs/claims", "folder of all studies")
-    warm_steps: int = flag(2000, "offline CE steps of a start, until its AL is flat", low=1)
-    eval_every: int = flag(50, "steps between two measurements of AL (starts: 250)", low=1)
-    studies: tuple = flag((), "which ones, by name; empty: all, or `given` with --drafter")
-    arms: tuple = flag((), "only these arms of the studies; empty: all")
-    seeds: tuple = flag((), "only these seeds of the studies; empty: all", kind=int)
-    list: bool = flag(False, "say which studies and arms there are, and what is done")
+    out: str = flag("runs/claims", "folder of all studies", group=GROUP)
+    warm_steps: int = flag(2000, "offline CE steps of a start, until its AL is flat", GROUP, low=1)
+    eval_every: int = flag(50, "steps between two measurements of AL (starts: 250)", GROUP, low=1)
+    studies: tuple = flag((), "which ones; empty: all, or `given` with --drafter", GROUP)
+    arms: tuple = flag((), "only these arms; empty: all", GROUP)
+    seeds: tuple = flag((), "only these seeds; empty: all", GROUP, kind=int)
+    list: bool = flag(False, "say which studies and arms there are, and what is finished", GROUP)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mode != "story" or self.stop_after or self.plan:
-            raise ValueError("bench.py claims sets --mode itself, has no --stop-after, no --plan")
+        if self.mode != "story" or self.stop_after:
+            raise ValueError("claims sets --mode itself and has no --stop-after")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Arms on from one start for each seed; all values are changes of the run's config."""
+    """Arms on from one start, for each seed. All values are changes of the run's config."""
 
     arms: dict
-    changes: dict = field(default_factory=dict)  # of start and arms
-    later: dict = field(default_factory=dict)  # of the arms alone
+    changes: dict = field(default_factory=dict)  # of the start and of the arms
+    arm_changes: dict = field(default_factory=dict)  # of the arms alone
     seeds: tuple = (0,)  # empty: the run's own
-    # arms whose steps are another's name train as long, by the clock, as that one of this study did
-    like: str = ""
+    # (study, arm): these arms get the same wall-clock time as that arm, instead of the same steps
+    same_time_as: tuple = ()
 
 
-WAYS = {mode: {"mode": mode} for mode in ("ce", "e2e", "rollout", "specopd")}
-DRAWN = {"mode": "specopd", "num_greedy": 0}
-OWN = {"mode": "specopd"}
-SEEDS, ONCE = (0, 1, 2), {"eval_every": 10**9}
+MODES = {mode: {"mode": mode} for mode in ("ce", "e2e", "rollout", "specopd")}
+NOT_SPECOPD = {mode: MODES[mode] for mode in ("ce", "e2e", "rollout")}
+SPECOPD = {"mode": "specopd"}
+DRAWN = SPECOPD | {"num_greedy": 0}
+GREEDY = SPECOPD | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0}
+FEW = {"num_references": 24}
+SEEDS = (0, 1, 2)
+AL_AT_THE_END = {"eval_every": 10**9}
 
 STUDIES = {
-    "gqa-24": Study(WAYS, later={"num_references": 24}, seeds=SEEDS),
-    "gqa-512": Study(WAYS, seeds=SEEDS),
-    # how branches are drawn, by what they are served at
+    "gqa-24": Study(MODES, arm_changes=FEW, seeds=SEEDS),
+    "gqa-512": Study(MODES, seeds=SEEDS),
+    # how branches are drawn, by the temperature that they are served at
     "temperature-24": Study(
-        {
-            "drawn": DRAWN,
-            "greedy": OWN | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
-            "e2e_al": DRAWN | {"loss": "e2e_al"},
-        },
-        later={"num_references": 24},
+        {"drawn": DRAWN, "greedy": GREEDY, "e2e_al": DRAWN | {"loss": "e2e_al"}},
+        arm_changes=FEW,
         seeds=SEEDS,
     ),
-    "time-24": Study(
-        {mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
-        later={"num_references": 24},
-        like="gqa-24",
-    ),
-    "time-512": Study(
-        {mode: WAYS[mode] | {"steps": "specopd"} for mode in ("ce", "e2e", "rollout")},
-        like="gqa-512",
-    ),
-    # as many blocks a step as a rollout of the same references has
+    "time-24": Study(NOT_SPECOPD, arm_changes=FEW, same_time_as=("gqa-24", "specopd")),
+    "time-512": Study(NOT_SPECOPD, same_time_as=("gqa-512", "specopd")),
+    # as many blocks in a step as a rollout of the same references has
     "dense-24": Study(
-        {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}},
-        later={"num_references": 24},
+        {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}, arm_changes=FEW
     ),
     "dense-512": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}),
     "long-24": Study(
-        {mode: WAYS[mode] for mode in ("ce", "e2e", "specopd")},
-        later={"num_references": 24, "steps": 2500, "eval_every": 125},
+        {mode: MODES[mode] for mode in ("ce", "e2e", "specopd")},
+        arm_changes=FEW | {"steps": 2500, "eval_every": 125},
     ),
-    "gdn-dspark-64": Study(WAYS, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}),
-    # one change at a time, of the default recipe
+    "gdn-dspark-64": Study(
+        MODES, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}
+    ),
+    # one change of the default recipe at a time
     "ablations": Study(
         {
-            "default": OWN,
-            "4 anchors": OWN | {"num_anchors": 4},
-            "64 anchors": OWN | {"num_anchors": 64},
+            "default": SPECOPD,
+            "4 anchors": SPECOPD | {"num_anchors": 4},
+            "64 anchors": SPECOPD | {"num_anchors": 64},
             "1 branch drawn": DRAWN | {"num_branches": 1},
             "2 branches drawn": DRAWN,
-            "4 branches 2 greedy": OWN | {"num_branches": 4, "num_greedy": 2},
-            "1 branch greedy": OWN
-            | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0},
-            "temperature 0.7": OWN | {"branch_temperature": 0.7},
-            "loss at 0.7": OWN | {"loss_temperature": 0.7},
-            "no merging": OWN | {"merge": False},
-            "0.1 CE": OWN | {"ce_weight": 0.1},
-            "reused twice": OWN | {"reuse": 2},
-            "reused 4 times": OWN | {"reuse": 4},
-            "reused 10 times": OWN | {"reuse": 10},
-            "anchors by need": OWN | {"anchors": "hard"},
+            "4 branches 2 greedy": SPECOPD | {"num_branches": 4, "num_greedy": 2},
+            "1 branch greedy": GREEDY,
+            "temperature 0.7": SPECOPD | {"branch_temperature": 0.7},
+            "no merging": SPECOPD | {"merge": False},
             "exact E[AL] drawn": DRAWN | {"loss": "e2e_al"},
-            "TV per position": OWN | {"loss": "tv"},
-            "KL": OWN | {"loss": "kl"},
-            "AdamW alone": OWN | {"matrix_lr": 0.0},
-            "Muon 0.02": OWN | {"matrix_lr": 0.02},
+            "TV per position": SPECOPD | {"loss": "tv"},
+            "KL": SPECOPD | {"loss": "kl"},
+            "AdamW alone": SPECOPD | {"matrix_lr": 0.0},
+            "Muon 0.02": SPECOPD | {"matrix_lr": 0.02},
         },
-        later=ONCE | {"save_every": 500},
+        arm_changes=AL_AT_THE_END | {"save_every": 500},
     ),
-    "block-4": Study({"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 4}, ONCE),
+    "block-4": Study({"e2e": MODES["e2e"], "specopd": SPECOPD}, {"block_size": 4}, AL_AT_THE_END),
     "block-16": Study(
-        {"e2e": WAYS["e2e"], "specopd": OWN}, {"block_size": 16, "ce_decay": 7.0}, ONCE
+        {"e2e": MODES["e2e"], "specopd": SPECOPD},
+        {"block_size": 16, "ce_decay": 7.0},
+        AL_AT_THE_END,
     ),
+    "given": Study(MODES, seeds=()),  # from --drafter
 }
-GIVEN = Study(WAYS, seeds=())  # from --drafter
 
 
-def study_of(name: str) -> Study:
-    return GIVEN if name == "given" else STUDIES[name]
+# --------------------------------------------------------------------------- folders and configs
 
 
-def counts(found: Acceptance) -> dict:
-    """What a measurement is kept as: per prompt, without its texts."""
-    names = ("committed", "rounds", "nodes", "repeated", "survived")
-    return {name: getattr(found, name).tolist() for name in names} | {"seconds": found.seconds}
+def start_folder(config: Config, name: str, seed: int) -> Path:
+    """Where a study's start is kept; studies with the same start share it."""
+    changes = STUDIES[name].changes
+    if name == "given":
+        return arm_folder(config, name, seed, "start")
+    kind = changes.get("drafter_kind") or config.drafter_kind or "dflash"
+    parts = [changes.get("arch", config.arch), kind]
+    if "block_size" in changes:
+        parts.append(f"block_size-{changes['block_size']}")
+    return Path(config.out) / "starts" / "-".join([*parts, f"s{seed}"])
 
 
-def acceptance(kept: dict) -> Acceptance:
-    return Acceptance(**{k: v if k == "seconds" else torch.tensor(v) for k, v in kept.items()})
+def arm_folder(config: Config, name: str, seed: int, arm: str) -> Path:
+    return Path(config.out) / name / f"s{seed}" / arm.replace(" ", "-")
 
 
-class World:
-    """What the studies of one target share: target, tokenizer, held-out prompts, references."""
-
-    def __init__(self, config: ClaimsConfig, out: Path):
-        self.config, self.trunks = config, {}
-        self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
-
-    def text(self, count: int) -> Trunks:
-        """Trunks of the first so many references; one set at a time is kept."""
-        if count not in self.trunks:
-            config, whole = self.config, self.references
-            rows = {f.name: getattr(whole, f.name)[:count] for f in dataclasses.fields(whole)}
-            every = config.checkpoint_every or None
-            self.trunks.clear()
-            self.trunks[count] = Trunks(self.target, type(whole)(**rows), config.cache_gib, every)
-        return self.trunks[count]
-
-    def run(self, config: TrainConfig, folder: Path) -> None:
-        """Train one arm, or find it done; measure it, or find it measured."""
-        world = self.target, self.tokenizer, self.measure
-        totals = trained(config, folder, *world, lambda: self.text(config.num_references))
-        self.keep(folder, folder, totals, config.steps)
-
-    def keep(self, folder: Path, drafters: Path, totals: dict, steps: int) -> None:
-        """Measure the drafters of a folder, once, on this world's prompts."""
-        m = self.measure
-        prompts = zlib.crc32(repr((m.prompts, m.max_new_tokens, m.stop_ids, m.seed)).encode())
-        path = folder / "al.json"
-        if not path.is_file():
-            found = self.measured(drafters, totals, steps)
-            files.write_json(path, found | {"prompts": prompts})
-        elif files.read_json(path).get("prompts", prompts) != prompts:
-            raise ValueError(
-                f"{path} was measured on other prompts: remove it, and it is made again"
-            )
-
-    def measured(self, folder: Path, totals: dict, steps: int) -> dict:
-        """AL of the last and of the best drafter at both temperatures, on all prompts."""
-        found = {}
-        for name in ("last", "best"):
-            if name == "best" and totals.get("best", {}).get("step", steps) == steps:
-                found["best"] = found["last"]
-                continue
-            place = folder / "best" if name == "best" else folder
-            drafter = Drafter.from_pretrained(place, self.target, torch.float32)
-            found[name] = {
-                f"t{t:g}": counts(self.measure(self.target, drafter, t, progress=f"AL at {t:g}"))
-                for t in TEMPERATURES
-            }
-        return found
-
-
-def own(config: ClaimsConfig, **changes) -> TrainConfig:
-    """The run's config alone, changed."""
+def train_config(config: Config, **changes) -> TrainConfig:
+    """The run's config without the flags of the studies, changed."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     return TrainConfig(**values | changes)
 
 
-def places(config: ClaimsConfig, name: str, seed: int) -> tuple[Path, dict]:
-    """The folder of a study's start, shared by all studies with the same one, and its changes."""
-    study, out = study_of(name), Path(config.out)
-    if name == "given":
-        return out / name / f"s{seed}" / "start", {"seed": seed}
-    kind = study.changes.get("drafter_kind") or config.drafter_kind or "dflash"
-    parts = [study.changes.get("arch", config.arch), kind]
-    parts += [f"{k}-{v}" for k, v in study.changes.items() if k == "block_size"]
-    return out / "starts" / "-".join([*parts, f"s{seed}"]), study.changes | {"seed": seed}
+def start_config(config: Config, name: str, seed: int) -> TrainConfig:
+    changes = STUDIES[name].changes | {"seed": seed}
+    eval_every = max(250, config.eval_every)
+    return train_config(
+        config, mode="ce", steps=config.warm_steps, eval_every=eval_every, **changes
+    )
 
 
-def folder_of(config: ClaimsConfig, name: str, seed: int, arm: str) -> Path:
-    return Path(config.out) / name / f"s{seed}" / arm.replace(" ", "-")
+def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
+    study = STUDIES[name]
+    drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
+    changes = study.changes | study.arm_changes | study.arms[arm]
+    return train_config(config, **changes | {"seed": seed, "drafter": drafter})
 
 
-def as_long(config: ClaimsConfig, name: str, seed: int, mode: str, like: str) -> int:
-    """The steps that `mode` makes in the time of another arm, by the fastest of the seeds that are
-    done: other work on the machine only slows a run down."""
-    each, study = {}, STUDIES[name].like
-    for arm in (mode, like):
-        paths = [folder_of(config, study, one, arm) / "stage.json" for one in STUDIES[study].seeds]
-        own = folder_of(config, study, seed, arm) / "stage.json"  # which must be there
-        done = [files.read_json(path) for path in {own, *filter(Path.is_file, paths)}]
-        each[arm] = min(d["result"]["seconds"] / d["made_with"]["steps"] for d in done)
-    return max(2, round(config.steps * each[like] / each[mode]))
+def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
+    """The steps that an arm makes in the time of the arm that its study names.
+
+    An arm that was begun keeps its steps. Otherwise both arms are timed by their fastest finished
+    seed, because other work on the machine only slows a run down.
+    """
+    folder = arm_folder(config, name, seed, arm)
+    for record in (folder / "stage.json", folder / "run.json"):
+        if record.is_file():
+            values = read_json(record)
+            return values.get("made_with", values)["steps"]
+    study, reference = STUDIES[name].same_time_as
+    seconds = {}
+    for timed in (arm, reference):
+        required = arm_folder(config, study, seed, timed) / "stage.json"
+        paths = [arm_folder(config, study, s, timed) / "stage.json" for s in STUDIES[study].seeds]
+        records = [read_json(path) for path in {required, *filter(Path.is_file, paths)}]
+        seconds[timed] = min(r["result"]["seconds"] / r["made_with"]["steps"] for r in records)
+    return max(2, round(config.steps * seconds[reference] / seconds[arm]))
 
 
-def begun_with(folder: Path) -> int | None:
-    """The steps of an arm that was begun: since then the clock may have said otherwise."""
-    for path in (folder / "stage.json", folder / "run.json"):
+# ---------------------------------------------------------------------------------------- running
+
+
+class Setting:
+    """What the studies of one target share: target, tokenizer, held-out prompts, references."""
+
+    def __init__(self, config: Config, out: Path):
+        self.config = config
+        self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
+        self.trunks = {}  # one set at a time
+
+    def trunks_of(self, count: int) -> Trunks:
+        """Trunks of the first `count` references."""
+        if count not in self.trunks:
+            fields = dataclasses.fields(self.references)
+            rows = {f.name: getattr(self.references, f.name)[:count] for f in fields}
+            references = type(self.references)(**rows)
+            self.trunks.clear()
+            tap_ids = self.target.tap_ids
+            self.trunks[count] = Trunks(self.target, references, tap_ids, self.config.cache_gib)
+        return self.trunks[count]
+
+    def train(self, config: TrainConfig, folder: Path) -> None:
+        """Train and measure one arm, or find it finished."""
+        world = self.target, self.tokenizer, self.measure
+        totals = trained(config, folder, *world, lambda: self.trunks_of(config.num_references))
+        best_step = totals.get("best", {}).get("step", config.steps)
+        best = folder if best_step == config.steps else folder / "best"
+        self.measure_once(folder, {"last": folder, "best": best})
+
+    def measure_once(self, folder: Path, drafters: dict[str, Path]) -> None:
+        """Write the AL of drafters, on all held-out prompts, to al.json, unless it is there."""
+        m = self.measure
+        prompts = zlib.crc32(repr((m.prompts, m.max_new_tokens, m.stop_ids, m.seed)).encode())
+        path = folder / "al.json"
         if path.is_file():
-            found = files.read_json(path)
-            return found.get("made_with", found).get("steps")
-    return None
+            if read_json(path).get("prompts", prompts) != prompts:
+                raise ValueError(f"{path} was measured on other prompts: remove it")
+            return
+        counts = {drafter_folder: {} for drafter_folder in drafters.values()}
+        for drafter_folder, by_temperature in counts.items():
+            drafter = Drafter.from_pretrained(drafter_folder, self.target, torch.float32)
+            for t in TEMPERATURES:
+                results = m(self.target, drafter, t, progress=f"AL at {t:g}")
+                by_temperature[f"t{t:g}"] = to_counts(results)
+        write_json(path, {n: counts[d] for n, d in drafters.items()} | {"prompts": prompts})
 
 
-def run_of(config: ClaimsConfig, name: str, seed: int, arm: str, steps=as_long) -> TrainConfig:
-    """An arm's run. steps: how many it has where it is to take as long as another."""
-    study, (start, changes) = study_of(name), places(config, name, seed)
-    if arm == "start":
-        often = max(250, config.eval_every)
-        return own(config, mode="ce", steps=config.warm_steps, eval_every=often, **changes)
-    drafter = config.drafter if name == "given" else str(start)
-    values = changes | {"drafter": drafter} | study.later | study.arms[arm]
-    if isinstance(values.get("steps"), str):
-        values["steps"] = begun_with(folder_of(config, name, seed, arm)) or (
-            steps(config, name, seed, values["mode"], values["steps"])
-        )
-    return own(config, **values)
-
-
-def run_study(config: ClaimsConfig, worlds: dict, name: str) -> None:
-    study = study_of(name)
+def run_study(config: Config, settings: dict, name: str) -> None:
+    study = STUDIES[name]
     arch = study.changes.get("arch", config.arch)
-    if arch not in worlds:
-        worlds.clear()  # one target at a time
-        worlds[arch] = World(replace(config, arch=arch), Path(config.out) / "targets" / arch)
-    world = worlds[arch]
+    if arch not in settings:
+        settings.clear()  # one target at a time
+        folder = Path(config.out) / "targets" / arch
+        settings[arch] = Setting(replace(config, arch=arch), folder)
+    setting = settings[arch]
     for seed in study.seeds or (config.seed,):
         if config.seeds and seed not in config.seeds:
             continue
-        start, _ = places(config, name, seed)
+        start = start_folder(config, name, seed)
         if name == "given":
-            given = {"drafter": str(Path(config.drafter).resolve())}
-            files.stage(start, given, lambda: {})
-            world.keep(start, Path(config.drafter), {}, 0)
+            drafter = Path(config.drafter)
+            stage(start, {"drafter": str(drafter.resolve())}, lambda: {})
+            setting.measure_once(start, {"last": drafter, "best": drafter})
         else:
-            world.run(run_of(config, name, seed, "start"), start)
-        for arm in config.arms or study.arms:
-            if arm in study.arms:
-                print(f"-- {name}, seed {seed}: {arm}")
-                world.run(run_of(config, name, seed, arm), folder_of(config, name, seed, arm))
+            setting.train(start_config(config, name, seed), start)
+        for arm in study.arms:
+            if config.arms and arm not in config.arms:
+                continue
+            print(f"-- {name}, seed {seed}: {arm}")
+            run = arm_config(config, name, seed, arm)
+            if study.same_time_as:
+                run = replace(run, steps=steps_of_same_time(config, name, seed, arm))
+            setting.train(run, arm_folder(config, name, seed, arm))
 
 
-# ---------------------------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------------------------------- results
+
+
+def to_counts(results: Acceptance) -> dict:
+    """A measurement as JSON keeps it: counts per prompt, without texts."""
+    names = ("committed", "rounds", "nodes", "repeated", "survived")
+    counts = {name: getattr(results, name).tolist() for name in names}
+    return counts | {"seconds": results.seconds}
+
+
+def from_counts(counts: dict) -> Acceptance:
+    tensors = {name: torch.tensor(x) for name, x in counts.items() if name != "seconds"}
+    return Acceptance(**tensors, seconds=counts["seconds"])
 
 
 @dataclass
 class Arm:
-    """An arm's measurements at one checkpoint and temperature, by seed."""
+    """An arm's measurements of one drafter at one temperature, by seed."""
 
-    found: dict
+    seeds: dict[int, Acceptance]
 
     @property
     def mean(self) -> float:
-        return sum(one.mean for one in self.found.values()) / len(self.found)
+        return sum(results.mean for results in self.seeds.values()) / len(self.seeds)
 
     @property
     def survival(self) -> list[float]:
-        return torch.tensor([one.survival for one in self.found.values()]).mean(0).tolist()
+        return torch.tensor([results.survival for results in self.seeds.values()]).mean(0).tolist()
 
-    def draws(self) -> torch.Tensor:
-        """ALs of so many draws of prompts, and of seeds where there are several; the same ones for
+    def resampled(self) -> torch.Tensor:
+        """ALs of many draws of prompts, and of seeds where there are several; the same draws for
         every arm with as many of them."""
-        each = torch.stack([self.found[seed].resampled() for seed in sorted(self.found)])  # (S, n)
+        als = torch.stack([self.seeds[seed].resampled() for seed in sorted(self.seeds)])  # (S, n)
         generator = torch.Generator().manual_seed(1)
-        picks = torch.randint(len(each), each.shape, generator=generator)
-        return each.gather(0, picks).mean(0)
+        draws = torch.randint(len(als), als.shape, generator=generator)
+        return als.gather(0, draws).mean(0)
 
     def interval(self, other: "Arm") -> tuple[float, float]:
-        return central_95(self.draws() - other.draws())
+        return central_95(self.resampled() - other.resampled())
 
-    def over(self, other: "Arm") -> dict:
+    def gain_over(self, other: "Arm") -> dict:
         """The gain over another arm, on the seeds that both have."""
-        seeds = self.found.keys() & other.found.keys()
-        mine, its = (Arm({seed: arm.found[seed] for seed in seeds}) for arm in (self, other))
-        return gain(mine, its) | {"seeds": len(seeds)}
+        seeds = self.seeds.keys() & other.seeds.keys()
+        pair = (Arm({seed: arm.seeds[seed] for seed in seeds}) for arm in (self, other))
+        return gain(*pair) | {"seeds": len(seeds)}
 
 
-def done(config: ClaimsConfig, name: str) -> dict:
-    """{arm: {seed: folder}} of a study, of what is trained and measured."""
-    found = {}
-    seeds = sorted(int(place.name[1:]) for place in Path(config.out, name).glob("s*"))
-    for arm in study_of(name).arms:
-        there = {seed: folder_of(config, name, seed, arm) for seed in seeds}
-        there = {seed: place for seed, place in there.items() if (place / "al.json").is_file()}
-        found |= {arm: there} if there else {}
-    return found
+def finished_arms(config: Config, name: str) -> dict:
+    """{arm: {seed: folder}} of a study, for what is trained and measured."""
+    seeds = sorted(int(path.name[1:]) for path in Path(config.out, name).glob("s*"))
+    finished = {}
+    for arm in STUDIES[name].arms:
+        folders = {seed: arm_folder(config, name, seed, arm) for seed in seeds}
+        folders = {s: path for s, path in folders.items() if (path / "al.json").is_file()}
+        if folders:
+            finished[arm] = folders
+    return finished
 
 
-def read(config: ClaimsConfig, name: str) -> dict:
-    """{arm: {checkpoint: {t: Arm}}} of a study as far as it is done, its start among them, which
-    has but the one checkpoint that the arms start from."""
-    arms, found, prompts = done(config, name), {}, set()
+def read_study(config: Config, name: str) -> dict:
+    """{arm: {"last" or "best": {temperature: Arm}}} of the finished arms of a study and of its
+    start; the start has one drafter, which stands for both."""
+    arms = finished_arms(config, name)
     starts = {}
-    for places_of in arms.values():
-        for seed, place in places_of.items():
-            start = files.read_json(place / "stage.json")["made_with"]["drafter"]
-            given = place.parent / "start"
-            starts[seed] = (
-                given if name == "given" else (Path(config.out) / "starts" / Path(start).name)
-            )
-    for arm, places_of in ({"start": starts} | arms if arms else {}).items():
-        kept = {s: files.read_json(place / "al.json") for s, place in sorted(places_of.items())}
-        prompts |= {one["prompts"] for one in kept.values() if "prompts" in one}
-        found[arm] = {
-            when: {
-                f"t{t:g}": Arm({s: acceptance(one[at][f"t{t:g}"]) for s, one in kept.items()})
+    for folders in arms.values():
+        for seed, folder in folders.items():
+            drafter = Path(read_json(folder / "stage.json")["made_with"]["drafter"])
+            shared = Path(config.out) / "starts" / drafter.name
+            starts[seed] = folder.parent / "start" if name == "given" else shared
+    study, prompts = {}, set()
+    for arm, folders in ({"start": starts} | arms if arms else {}).items():
+        counts = {seed: read_json(path / "al.json") for seed, path in sorted(folders.items())}
+        prompts |= {c["prompts"] for c in counts.values() if "prompts" in c}
+        study[arm] = {}
+        for moment in ("last", "best"):
+            key = "last" if arm == "start" else moment
+            study[arm][moment] = {
+                f"t{t:g}": Arm({s: from_counts(c[key][f"t{t:g}"]) for s, c in counts.items()})
                 for t in TEMPERATURES
             }
-            for when, at in (("last", "last"), ("best", "last" if arm == "start" else "best"))
-        }
     if len(prompts) > 1:
         raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
-    return found
+    return study
 
 
-def table(name: str, found: dict) -> tuple[list[str], dict]:
-    """Lines of Markdown and figures: AL of the last checkpoint and of the best by held-out AL (on a
-    quarter of the prompts). In brackets the 95 % interval of the difference in AL."""
-    lines = [
-        f"| {name} | seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: "
-        "T = 0 | T = 1 |",
-        "|---" * 8 + "|",
-    ]
+def table(name: str, study: dict) -> tuple[list[str], dict]:
+    """Lines of Markdown, and figures: AL of the last drafter, and of the best by its AL on a
+    quarter of the prompts. In brackets the 95 % interval of the difference in AL."""
+    titles = "seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: T = 0 | T = 1 |"
+    lines = [f"| {name} | {titles}", "|---" * 8 + "|"]
     figures = {}
-    for arm, ats in found.items():
+    for arm, moments in study.items():
         row = figures[arm] = {}
-        cells = [arm, str(len(ats["last"]["t0"].found))]
-        for t, one in ats["last"].items():
-            row[t] = {"al": one.mean, "survival": one.survival}
-            if arm != "start" and "start" in found:
+        cells = [arm, str(len(moments["last"]["t0"].seeds))]
+        for t, results in moments["last"].items():
+            row[t] = {"al": results.mean, "survival": results.survival}
+            over_start = ""
+            if arm != "start":
                 row[t]["over"] = {
-                    other: one.over(of["last"][t])
-                    for other, of in found.items()
-                    if other != arm and one.found.keys() & of["last"][t].found.keys()
+                    other: results.gain_over(of["last"][t])
+                    for other, of in study.items()
+                    if other != arm and results.seeds.keys() & of["last"][t].seeds.keys()
                 }
-            cells += [
-                f"{one.mean:.3f}",
-                format_gain(row[t]["over"]["start"]) if "over" in row[t] else "",
-            ]
-        for t, one in ats["best"].items():
-            row[t] |= {"best_al": one.mean, "best_survival": one.survival}
-            cells.append(f"{one.mean:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
+                over_start = format_gain(row[t]["over"]["start"])
+            cells += [f"{results.mean:.3f}", over_start]
+        for t, results in moments["best"].items():
+            row[t] |= {"best_al": results.mean, "best_survival": results.survival}
+            cells.append(f"{results.mean:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines, figures
 
 
-def chosen(config: ClaimsConfig) -> list[str]:
-    """The studies that are asked for; what cannot be run is said before anything is."""
-    names = list(config.studies) or (["given"] if config.drafter else list(STUDIES))
+# ---------------------------------------------------------------------------------------- command
+
+
+def chosen_studies(config: Config) -> list[str]:
+    """The names of the studies to run; what cannot be run is an error before anything runs."""
+    usual = [name for name in STUDIES if name != "given"]
+    names = list(config.studies) or (["given"] if config.drafter else usual)
     for name in names:
-        if name not in (*STUDIES, "given"):
-            raise ValueError(f"--studies {name}: there is {', '.join([*STUDIES, 'given'])}")
+        if name not in STUDIES:
+            raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
     if "given" in names and not config.drafter:
         raise ValueError("--studies given goes with --drafter FOLDER")
-    known = {
-        "arms": [arm for name in names for arm in study_of(name).arms],
-        "seeds": [seed for name in names for seed in study_of(name).seeds or (config.seed,)],
-    }
-    for flag_name, there in known.items():
-        for one in set(getattr(config, flag_name)) - set(there):
-            listed = ", ".join(map(str, dict.fromkeys(there)))
-            raise ValueError(f"--{flag_name} {one}: there is {listed}")
+    arms = [arm for name in names for arm in STUDIES[name].arms]
+    seeds = [seed for name in names for seed in STUDIES[name].seeds or (config.seed,)]
+    for flag_name, values, known in (("arms", config.arms, arms), ("seeds", config.seeds, seeds)):
+        for value in values:
+            if value not in known:
+                listed = ", ".join(map(str, dict.fromkeys(known)))
+                raise ValueError(f"--{flag_name} {value}: there is {listed}")
     for name in names:
-        for arm in config.arms or study_of(name).arms:
-            if arm in study_of(name).arms:
-                run_of(config, name, 0, arm, steps=lambda *_: config.steps)  # a valid run
+        for arm in STUDIES[name].arms:
+            if not config.arms or arm in config.arms:
+                arm_config(config, name, 0, arm)  # a config checks itself
     return names
 
 
-def claims(config: ClaimsConfig) -> dict | None:
-    names, figures, worlds = chosen(config), {}, {}
+def run(config: Config) -> dict | None:
+    names = chosen_studies(config)
     if config.list:
         for name in names:
-            study, there = study_of(name), done(config, name)
-            arms = ", ".join(f"{arm} ({len(there.get(arm, {}))})" for arm in study.arms)
-            seeds = ", ".join(map(str, study.seeds or (config.seed,)))
-            print(f"{name}: seeds {seeds}; arms (seeds done): {arms}")
+            finished = finished_arms(config, name)
+            arms = [f"{arm} ({len(finished.get(arm, {}))})" for arm in STUDIES[name].arms]
+            seeds = ", ".join(map(str, STUDIES[name].seeds or (config.seed,)))
+            print(f"{name}: seeds {seeds}; arms (seeds finished): {', '.join(arms)}")
         return None
+    settings, figures = {}, {}
     for name in names:
-        run_study(config, worlds, name)
+        run_study(config, settings, name)
     for name in names:
-        lines, figures[name] = table(name, read(config, name))
+        lines, figures[name] = table(name, read_study(config, name))
         print("\n".join(["", *lines]))
     return figures

@@ -1,7 +1,7 @@
 """The memory that a training run needs on every GPU, by purpose, from shapes alone.
 
-The target is built on the meta device, from a folder's config.json or one of the sizes below, so a
-laptop plans in a minute what runs elsewhere. Weights, optimizer and trunks are exact (tests hold
+The target is built on the meta device, from a config.json or one of sizes.json, so a laptop
+plans in a minute what runs elsewhere. Weights, optimizer and trunks are exact (tests hold
 them against real tensors of small models). Estimates, marked ~, are what lives for a moment: a tree
 with no node merged or cut short, activations, masks, logits, gathered layers.
 
@@ -26,67 +26,6 @@ from support.prepare import fresh_drafter
 from target import PREFILL_TOKENS, Target
 from train import TrainConfig, objective
 
-HYBRID_LAYERS = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(64)]
-_27B = dict(
-    model_type="qwen3_5_text",
-    vocab_size=248320,
-    hidden_size=5120,
-    intermediate_size=17408,
-    num_hidden_layers=64,
-    num_attention_heads=24,
-    num_key_value_heads=4,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=48,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    layer_types=HYBRID_LAYERS,
-    max_position_embeddings=262144,
-    rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25),
-)
-SIZES = {  # of published models, as their config.json say
-    "8B": dict(
-        model_type="qwen3",
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    ),
-    "27B": _27B,
-    "125B": _27B
-    | dict(
-        model_type="qwen4_exp_text",
-        hidden_size=2560,
-        num_hidden_layers=48,
-        num_key_value_heads=2,
-        layer_types=HYBRID_LAYERS[:48],
-        num_experts=512,
-        num_experts_per_tok=10,
-        moe_intermediate_size=640,
-        shared_expert_intermediate_size=640,
-        indexer_kv_heads=1,
-        indexer_n_heads=4,
-        indexer_head_dim=128,
-        indexer_budget=2048,
-        indexer_compress_ratio=4,
-        hc_count=4,
-        hc_lowrank=320,
-        ple_layer_ids=[2],
-        ngram_size=3,
-        heads_per_ngram=8,
-        ngram_vocab_size_base=20_000_000,
-        eos_token_id=248046,
-        split_ngram_parts=128,
-        output_gate_type="sigmoid",
-    ),
-}
 GIB = 2**30
 HALF = 2  # bytes of a number in bfloat16, the target's type
 LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
@@ -104,7 +43,7 @@ class Config(TrainConfig):
     gpu_gib: float = flag(80.0, "memory of a GPU", group="the plan", low=1)
 
 
-# ------------------------------------------------------------------------------ what stays in memory
+# ----------------------------------------------------------------------------- what stays in memory
 
 
 def num_parameters(module) -> int:
@@ -236,7 +175,7 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     }
 
 
-# ------------------------------------------------------------------------------------------ the plan
+# ----------------------------------------------------------------------------------------- the plan
 
 
 def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sharded: bool) -> dict:
@@ -266,17 +205,16 @@ def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sha
 
 def build_on_meta(config) -> tuple[Target, Drafter]:
     """Target and drafter of the right shapes, without any numbers."""
-    config_dict = SIZES.get(config.target)
-    if config_dict is None:
-        path = Path(config.target or ".") / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"plan: --target {config.target or '(none)'} is no folder with a config.json and "
-                f"none of {', '.join(SIZES)}"
-            )
-        config_dict = read_json(path)
-        if "block_size" in config_dict:
-            raise ValueError(f"plan: {config.target} holds a drafter, not a target")
+    published = read_json(Path(__file__).with_name("sizes.json"))
+    path = Path(config.target or ".") / "config.json"
+    if config.target not in published and not path.is_file():
+        raise ValueError(
+            f"plan: --target {config.target or '(none)'} is no folder with a config.json and none "
+            f"of {', '.join(published)}"
+        )
+    config_dict = published.get(config.target) or read_json(path)
+    if "block_size" in config_dict:
+        raise ValueError(f"plan: {config.target} holds a drafter, not a target")
     with torch.device("meta"):
         target = Target(ModelConfig.from_dict(config_dict, config.target)).requires_grad_(False)
         if not config.drafter:

@@ -255,7 +255,7 @@ def run(config: Config) -> dict:
     if plot is None:
         print("no pictures: pip install matplotlib")
     lines = []
-    for name in (*claims.STUDIES, "given"):
+    for name in claims.STUDIES:
         lines += study_section(config, out, plot, name)
     for folder in config.benches:
         try:

@@ -185,7 +185,7 @@ class Measure:
         )
 
 
-def decoding_speed(target, drafter, measure: Measure, num_prompts: int) -> dict:
+def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
     """Tokens per second of plain and speculative decoding of the same prompts, in turn; greedy,
     one prompt at a time."""
     drafters = {"plain": None, "speculative": drafter}
@@ -193,7 +193,7 @@ def decoding_speed(target, drafter, measure: Measure, num_prompts: int) -> dict:
     seconds = dict.fromkeys(drafters, 0.0)
     same_text = True
     warm_up = measure.prompts[:1]
-    for number, prompt in enumerate(warm_up + measure.prompts[:num_prompts]):
+    for number, prompt in enumerate(warm_up + measure.prompts[:count]):
         texts = []
         for name in drafters:
             begin = time.perf_counter()

@@ -9,7 +9,11 @@ import itertools
 import torch
 
 import drafter
+import loss
 import serve
+from drafter import PLAIN
+from small import small_drafter, small_target
+from tree import build_tree
 
 
 class Outcomes:
@@ -22,7 +26,7 @@ class Outcomes:
         monkeypatch.setattr(serve, "accept", self.accept)
         monkeypatch.setattr(torch, "rand", self.rand)
 
-    def rand(self, *shape, generator=None):  # the uniforms only say which row is asking
+    def rand(self, shape, generator=None):  # the uniforms only say which row they belong to
         self.rows += 1
         return torch.full(shape, float(self.rows - 1))
 
@@ -91,3 +95,23 @@ def distance(texts: dict, expected: dict) -> float:
     """The largest difference between the probabilities that the two give one text."""
     every_text = expected.keys() | texts.keys()
     return max(abs(texts.get(text, 0.0) - expected.get(text, 0.0)) for text in every_text)
+
+
+def trained_on_four_tokens(**fields) -> tuple:
+    """-> a target over 4 tokens whose p depends on history, and a drafter that was trained to be
+    near it. MASK is id 3, which q never holds and p does."""
+    target = small_target(seed=3, std=0.25, vocab_size=4, num_hidden_layers=2)
+    near = small_drafter(target, mask_token_id=3, **fields)
+    target.num_tokens = 4
+    optimizer = torch.optim.AdamW(near.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        tokens = torch.randint(0, 4, (16, 6), generator=generator)
+        trunk = target.prefill(tokens, torch.full((16,), 6))
+        anchors = torch.tensor([[2, 3, 4]]).expand(16, 3)
+        proposal = near.propose(trunk, anchors, 4, PLAIN, generator)
+        p = target.branch_probs(trunk, build_tree(tokens, trunk.lengths, anchors, proposal.tokens))
+        loss.tv(p, proposal.probs()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return target, near

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter import Drafter
 from replay import PER_TOKEN, positional_names
+from support.flags import run_command
 from target import Target
 from tree import build_tree
 
@@ -216,6 +217,18 @@ def run(*arguments, cwd=ROOT, timeout: int = 300) -> subprocess.CompletedProcess
         timeout=timeout,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def error_of(main, arguments, monkeypatch, capsys) -> str:
+    """The one line in which a command line ends that is wrong, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    try:
+        code = run_command(main)
+    except SystemExit as stop:  # argparse raises it
+        code = stop.code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and len(lines) == 1, (code, lines)
+    return lines[0]
 
 
 def free_port() -> int:

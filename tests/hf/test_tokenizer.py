@@ -10,7 +10,6 @@ import pytest
 
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
-from support.toy import write_byte_tokenizer
 from their_tokenizers import SPECIAL, TEXTS, save_tokenizer, tokenizers
 
 SMOLLM2 = os.environ.get("SMOLLM2", "")
@@ -57,19 +56,6 @@ def test_ids_equal_those_of_the_tokenizers_package_on_2000_random_texts(tmp_path
     assert ours.stop_ids == (2, 0)
     assert ours.pad_id == 1
     assert ours.num_tokens == theirs.get_vocab_size()
-
-
-def test_the_byte_tokenizer_is_exact_on_any_text_and_never_crashes(tmp_path):
-    write_byte_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    for text in ("def f(x):\n\treturn ¼é", "世界 👩‍💻", "  \n\n   a", "e\u0301", ""):
-        assert tokenizer.encode(text) == list(text.encode())
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("<|endoftext|>") == [256]
-    assert tokenizer.encode("<|endoftext|>", special=False) == list(b"<|endoftext|>")
-    assert tokenizer.decode([72, 105, 256, 300, 10**9]) == "Hi<|endoftext|>"
-    assert tokenizer.num_tokens == 258
-    assert tokenizer.stop_ids == (256,)
 
 
 def test_of_two_added_tokens_the_longer_one_wins_and_no_text_is_lost(tmp_path):

@@ -1,0 +1,286 @@
+"""Drafter folders: what engines load, and what they compute from it. plain_drafters.py is written
+from the formats alone."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import plain_drafters as plain
+from drafter import Drafter, DrafterConfig, Sampling, drafter_class
+from hf.files import read_json
+from small import DRAFTERS, random_tokens, reconfigure, small_drafter, small_target
+
+
+@pytest.fixture(params=DRAFTERS)
+def pair(request, target):
+    return target, small_drafter(target, **DRAFTERS[request.param])
+
+
+def tapped(target, drafter, tokens):
+    """The trunk of one text, tapped where the drafter reads."""
+    lengths = torch.tensor([tokens.shape[1]])
+    return target.prefill(tokens, lengths, tap_ids=drafter.config.target_layer_ids)
+
+
+def test_a_saved_folder_read_by_plain_loops_gives_the_same_q(pair, tmp_path):
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path, torch.float32)
+    config, tensors = plain.read(tmp_path)
+    embed = target.model.embed_tokens.weight.double()
+    head = target.lm_head.weight.double()
+    tokens = random_tokens(1, 14)
+    trunk = tapped(target, drafter, tokens)
+    anchors = torch.tensor([[0, 3, 9, 13]])
+    hidden = drafter.block(trunk, anchors)
+    assert hidden.shape[2] == drafter.config.num_draft_tokens == plain.settings(config)["W"] == 4
+    proposal = drafter.propose(trunk, anchors, 2, generator=torch.Generator().manual_seed(1))
+    logits = drafter.logits(hidden[:, :, None], proposal.previous).expand(1, 4, 2, 4, -1)
+    for i, anchor in enumerate(anchors[0].tolist()):
+        x_a = int(tokens[0, anchor])
+        slow = plain.block_hidden(config, tensors, embed, trunk.taps[0], x_a, anchor)
+        torch.testing.assert_close(hidden[0, i].double(), slow, atol=2e-5, rtol=2e-5)
+        for k in range(2):
+            drafts = proposal.tokens[0, i, k].tolist()
+            for temperature in (1.0, 0.7, 0.0):
+                expected = plain.distribution(
+                    config, tensors, head, slow, x_a, drafts, temperature, target.num_tokens
+                )
+                q = Sampling(temperature).probs(logits[0, i, k]).double()
+                torch.testing.assert_close(q, expected, atol=2e-5, rtol=2e-5)
+            if drafter.has_confidence:
+                expected = plain.dspark_confidence(config, tensors, slow, x_a, drafts)
+                confidence = drafter.confidence_logits(hidden[:, :, None], proposal.previous)
+                confidence = confidence[0, i, k].sigmoid().double()
+                torch.testing.assert_close(confidence, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_round_trip_is_bit_equal_and_a_prefix_is_accepted(pair, tmp_path):
+    target, drafter = pair
+    drafter.to(torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    again = Drafter.from_pretrained(tmp_path, target)
+    assert again.config == drafter.config
+    assert type(again) is type(drafter)
+    assert set(tensors) == set(again.state_dict())
+    assert all(torch.equal(tensors[name], t) for name, t in again.state_dict().items())
+    save_file({f"model.{name}": t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    prefixed = Drafter.from_pretrained(tmp_path, target)
+    assert all(torch.equal(tensors[name], t) for name, t in prefixed.state_dict().items())
+    config = read_json(tmp_path / "config.json")
+    assert config["is_causal"] is drafter.config.causal(0)  # always written
+
+
+def test_a_drafter_with_its_own_embedding_and_head_uses_them(target, tmp_path):
+    small_drafter(target, **DRAFTERS["dspark vanilla"]).save_pretrained(tmp_path, torch.float32)
+    file = tmp_path / "model.safetensors"
+    own = {
+        "embed_tokens.weight": target.model.embed_tokens.weight * 0.5,
+        "lm_head.weight": target.lm_head.weight.roll(1, 0).contiguous(),
+    }
+    save_file(load_file(file) | own, file)
+    drafter = Drafter.from_pretrained(tmp_path, target)
+    assert not drafter.lm_head.weight.requires_grad
+    config, tensors = plain.read(tmp_path)
+    trunk = tapped(target, drafter, torch.arange(9)[None])
+    slow = plain.block_hidden(config, tensors, tensors["embed_tokens.weight"], trunk.taps[0], 5, 5)
+    expected = plain.distribution(
+        config, tensors, tensors["lm_head.weight"], slow, 5, [1, 2, 3, 4], 1.0, 22
+    )
+    hidden = drafter.block(trunk, torch.tensor([[5]]))
+    logits = drafter.logits(hidden[:, :, None], torch.tensor([[[[5, 1, 2, 3]]]]))
+    q = logits.softmax(-1)[0, 0, 0].double()
+    torch.testing.assert_close(q, expected, atol=2e-5, rtol=2e-5)
+    drafter.save_pretrained(tmp_path / "again", torch.float32)
+    assert set(load_file(tmp_path / "again/model.safetensors")) == set(tensors)
+
+
+def test_a_drafter_with_its_own_embedding_needs_its_own_head(target, tmp_path):
+    small_drafter(target).save_pretrained(tmp_path, torch.float32)
+    file = tmp_path / "model.safetensors"
+    embedding = {"embed_tokens.weight": target.model.embed_tokens.weight}
+    save_file(load_file(file) | embedding, file)
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        Drafter.from_pretrained(tmp_path, target)
+
+
+PUBLISHED = {  # released drafters: config.json as the formats list it, shapes, number of tensors
+    "27B, DFlash 2": (
+        dict(
+            architectures=["DFlash2DraftModel"],
+            model_type="qwen3",
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=5,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=248320,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=262144,
+            rope_parameters={"rope_theta": 1e7, "rope_type": "default"},
+            layer_types=["sliding_attention"] * 5,
+            sliding_window=2048,
+            is_causal=False,
+            num_target_layers=64,
+            dflash_config=dict(
+                block_size=8,
+                mask_token_id=248070,
+                target_layer_ids=[5, 19, 33, 47, 61],
+                conv_kernel_size=2,
+                conv_group_size=16,
+                selector_rank=256,
+                selector_top_k=16,
+            ),
+        ),
+        {
+            "fc.weight": (5120, 25600),
+            "layers.4.mlp.down_proj.weight": (5120, 17408),
+            "layers.0.self_attn.q_proj.weight": (4096, 5120),
+            "layers.0.attention_conv.base_kernel": (2, 2, 5120),
+            "layers.4.mlp_conv.kernel_projection.weight": (2 * 2 * 320, 5120),
+            "candidate_selector.predecessor_codebook": (248320, 256),
+            "candidate_selector.successor_codebook": (248320, 256),
+            "candidate_selector.hidden_projection.weight": (256, 5120),
+        },
+        5 * (11 + 4) + 3 + 3,
+    ),
+    "8B, DFlash": (
+        dict(
+            architectures=["DFlashDraftModel"],
+            model_type="qwen3",
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=5,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+            block_size=16,
+            num_target_layers=36,
+            dflash_config=dict(mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33]),
+        ),
+        {"fc.weight": (4096, 20480), "layers.4.mlp.up_proj.weight": (12288, 4096)},
+        5 * 11 + 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configs_have_every_tensor_as_listed(name):
+    published, shapes, num_tensors = PUBLISHED[name]
+    config = DrafterConfig.from_dict(published, name)
+
+    class Frame:  # a target of that size, without its weights
+        tap_ids = ()
+        num_tokens = published["vocab_size"]
+
+        class config:
+            hidden_size = published["hidden_size"]
+            vocab_size = published["vocab_size"]
+            num_hidden_layers = published["num_target_layers"]
+
+    with torch.device("meta"):
+        tensors = drafter_class(config)(config, Frame).state_dict()
+    assert len(tensors) == num_tensors
+    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
+    written = config.to_dict()
+    assert DrafterConfig.from_dict(json.loads(json.dumps(written)), name) == config
+    for field, value in published["dflash_config"].items():
+        assert written["dflash_config"][field] == value
+    assert written["use_sliding_window"] == ("27B" in name)
+    assert written["is_causal"] is False
+    assert config.block_size == (8 if "27B" in name else 16)
+
+
+SLIDES_IN_PART = "dflash sliding in part"
+BAD = [  # a drafter, changes of its config.json, a word of the error
+    ("dspark vanilla", {"markov_head_type": "cubic"}, "markov_head_type 'cubic'"),
+    ("dspark vanilla", {"markov_rank": 7}, r"\(1, 39\)"),
+    ("dspark vanilla", {"markov_rank": -1}, "markov_rank"),
+    ("dspark vanilla", {"enable_confidence_head": False}, "confidence_head"),
+    ("dspark vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head"),
+    ("dspark vanilla", {"block_size": 0}, "block_size 0"),
+    ("dspark vanilla", {"dflash_config": {"markov_rank": 8}}, "markov_rank is given twice"),
+    ("dspark vanilla", {"vocab_size": 99}, "vocab_size is 99"),
+    ("dflash2", {"dflash_config": {"selector_top_k": 99}}, "selector_top_k 99"),
+    ("dflash2", {"dflash_config": {"selector_top_k": 0}}, "selector_top_k"),
+    ("dflash2", {"dflash_config": {"conv_group_size": 5}}, "conv_group_size 5"),
+    ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, "base_kernel"),
+    ("dflash2", {"dflash_config": {"final_logit_softcapping": -1.0}}, "final_logit_softcapping"),
+    ("dflash2", {"dflash_config": None}, "lacks mask_token_id"),
+    ("dflash2", {"architectures": ["DFlashDraftModel"]}, "has no place"),
+    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is missing"),
+    ("dflash", {"output_multiplier": 0.5}, "output_multiplier"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need one"),
+    ("dflash", {"layer_types": None, "use_sliding_window": True}, "need one sliding_window"),
+    ("dflash", {"dflash_config": {"use_swa": True}}, "use_swa True contradicts"),
+    ("dflash", {"dflash_config": {"use_swa": "yes"}}, "use_swa 'yes'"),
+    (
+        SLIDES_IN_PART,
+        {"layer_types": ["sliding_window_attention", "full_attention"]},
+        "layer_types",
+    ),
+    (SLIDES_IN_PART, {"layer_types": "sliding_attention"}, "layer_types"),
+    (SLIDES_IN_PART, {"layer_types": 5}, "layer_types"),
+    (SLIDES_IN_PART, {"dflash_config": {"use_swa": False}}, "use_swa"),
+    (SLIDES_IN_PART, {"dflash_config": {"swa_window_size": 9}}, r"not \[5, 9\]"),
+    (SLIDES_IN_PART, {"sliding_window": True}, "sliding_window"),
+    ("dflash", {"dflash_config": {"mask_token_id": True}}, "mask_token_id"),
+    ("dflash", {"architectures": [[]]}, "architectures"),
+    ("dflash", {"model_type": "llama"}, "model_type = 'llama'"),
+    ("dflash", {"is_causal": 1}, "is_causal 1"),
+    ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("dflash", {"is_causal": "no"}, "is_causal 'no'"),
+    (
+        "dflash",
+        {"layer_types": None, "sliding_window": "far", "dflash_config": {"use_swa": True}},
+        "'far'",
+    ),
+    ("dflash", {"dflash_config": {"target_hidden_size": 64}}, "target_hidden_size"),
+]
+
+
+@pytest.mark.parametrize("variant, changes, word", BAD, ids=[f"{v}: {w}" for v, _, w in BAD])
+def test_a_folder_that_is_wrong_is_an_error_that_names_it(target, tmp_path, variant, changes, word):
+    small_drafter(target, **DRAFTERS[variant]).save_pretrained(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    merged = {}
+    for name, value in changes.items():
+        is_block = isinstance(value, dict) and isinstance(config.get(name), dict)
+        merged[name] = config[name] | value if is_block else value
+    reconfigure(**merged)(tmp_path)
+    with pytest.raises(ValueError, match=word):
+        Drafter.from_pretrained(tmp_path, target)
+
+
+def test_another_targets_drafter_is_an_error(tmp_path):
+    small_drafter(small_target(hidden_size=48)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="hidden_size is 48, this target has 32"):
+        Drafter.from_pretrained(tmp_path, small_target())
+
+
+def test_engines_that_read_the_config_through_transformers_find_every_field(pair, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    config = drafter.config
+    assert theirs.architectures == [config.architecture]
+    assert theirs.model_type == "qwen3"
+    assert (theirs.sliding_window or 0) == config.sliding_window
+    assert tuple(theirs.layer_types) == (config.layer_types or ("full_attention",) * 2)
+    assert theirs.block_size == config.block_size
+    is_flat = config.architecture == "Qwen3DSparkModel"
+    block = vars(theirs) if is_flat else theirs.dflash_config
+    assert block["mask_token_id"] == config.mask_token_id
+    assert tuple(block["target_layer_ids"]) == config.target_layer_ids
+    if config.kind == "dspark":
+        assert block["markov_rank"] == config.markov_rank
+    if config.kind == "dflash2":
+        assert block["selector_top_k"] == config.selector_top_k
+        assert block["block_size"] == config.block_size

@@ -1,0 +1,243 @@
+"""Every command of `python -m lab` prints what it measured and writes it to summary.json; mistakes
+end in one line with exit code 2. `pytest tests/lab/test_commands.py`"""
+
+import json
+
+import pytest
+
+from lab.__main__ import COMMANDS
+from lab.activity import covered
+from lab.common import StageTimer, median_time
+from small import ROOT, free_port, run
+
+
+def read_summary(folder) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def write_tasks(folder, **tasks) -> list:
+    paths = []
+    for name, prompts in tasks.items():
+        paths.append(folder / f"{name}.jsonl")
+        paths[-1].write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    return paths
+
+
+def test_the_commands_are_listed_one_line_each():
+    listed = run("-m", "lab", cwd=ROOT)
+    assert listed.returncode == 0, listed.stderr
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()[2:]]
+    assert [name for name, _ in lines] == COMMANDS and all(len(title) > 20 for _, title in lines)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_explains_itself(lab, name):
+    code, said, _ = lab(name, "--help")
+    assert code == 0 and f"python -m lab {name}" in said and "--out" in said
+
+
+# ------------------------------------------------------------------------------ what they print
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gqa", "gdn"])
+def test_tree_and_replay_print_every_size(lab, tmp_path, arch):
+    small = ("--repeats", 1, "--out", tmp_path, "--arch", arch, "--num-draft-tokens", 3)
+    sizes = ("--trunk-length", 24, 40, "--num-anchors", 2, 4, 8)
+    code, said, error = lab("tree", *sizes, *small)
+    assert code == 0, error
+    rows = read_summary(tmp_path)["tree"]["rows"]
+    grid = [(trunk, anchors) for trunk in (24, 40) for anchors in (2, 4, 8)]
+    assert [(row["trunk"], row["anchors"]) for row in rows] == grid
+    assert all(row["gap"] < 1e-5 and row["nodes"] == 2 * row["anchors"] for row in rows)
+    assert said.count("R^2") == 2
+    code, _, error = lab("replay", "--trunk-length", 40, "--num-anchors", 4, *small)
+    if arch == "gqa":
+        assert code == 2 and "linear layers" in error
+        return
+    assert code == 0, error
+    figures = read_summary(tmp_path)
+    rows = figures["replay"]["rows"]
+    assert set(figures) == {"tree", "replay"} and rows[0]["spacing"] == 1
+    assert all(row["gap"] < 1e-4 for row in rows)
+    sizes = [row["states_bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_tree_hangs_a_drafters_branches(lab, folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
+    sizes = ("--trunk-length", 40, "--num-anchors", 4, "--prompt-length", 16, "--repeats", 1)
+    code, said, error = lab("tree", *pair, *sizes)
+    assert code == 0 and "branches of 4" in said, error
+    assert all(row["gap"] < 1e-4 for row in read_summary(tmp_path)["tree"]["rows"])
+
+
+@pytest.mark.slow
+def test_throughput_counts_the_same_kind_of_tokens_on_both_sides(lab, folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
+    sizes = ("--trunk-length", 40, "--prompt-length", 16, "--num-anchors", 8, "--repeats", 1)
+    code, _, error = lab("throughput", *pair, *sizes)
+    assert code == 0, error
+    figures = read_summary(tmp_path)["throughput"]
+    rows = figures["rows"]
+    assert list(rows)[:3] == [f"rollouts, {n} at once" for n in (1, 8, 32)]
+    for name, row in rows.items():
+        is_rollout = name.startswith("rollouts")
+        assert row["tokens_per_update"] > 0 and 0.5 < sum(row["shares"].values()) <= 1.001
+        first = {"decode"} if is_rollout else {"prefill", "sample", "score"}
+        assert set(row["shares"]) == first | {"loss", "backward", "update"}
+        assert all(0 <= begin <= end for _, begin, end in row["spans"])
+    # anchors x branches x W, less what stop tokens cut
+    assert 50 < rows["SpecOPD, 8 anchors x 2"]["tokens_per_update"] <= 8 * 2 * 4
+    for name, ratio in figures["ratios"].items():
+        product = ratio["updates_per_s"] * ratio["tokens_per_update"]
+        assert ratio["tokens_per_s"] == pytest.approx(product) and name in rows
+
+
+@pytest.mark.slow
+def test_scale_compares_two_processes_with_one(folders, tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
+    sizes = ("--trunk-length", 40, "--prompt-length", 16, "--num-anchors", 4, "--batch-size", 4)
+    made = run(*torchrun, "-m", "lab", "scale", *pair, *sizes, "--repeats", 1, cwd=ROOT)
+    assert made.returncode == 0, made.stderr
+    figures = read_summary(tmp_path)["scale"]
+    assert figures["processes"] == 2 and figures["ratio"] > 0
+    assert 0 < figures["messages_share"] < 1 and "2 processes:" in made.stdout
+
+
+@pytest.mark.slow
+def test_decode_splits_a_round_into_its_stages(lab, folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
+    sizes = ("--num-prompts", 2, "--prompt-length", 8, "--max-new-tokens", 12)
+    code, said, error = lab("decode", *pair, *sizes)
+    assert code == 0 and "the same text" in said, error
+    shares = read_summary(tmp_path)["decode"]["shares"]
+    for arm in ("plain", "speculative"):
+        assert {"draft", "score", "verify", "commit", "prefill"} < set(shares[arm])
+        stages = [share for name, share in shares[arm].items() if name != "ms_per_round"]
+        assert sum(stages) == pytest.approx(1) and min(stages) >= 0
+
+
+def test_al_compares_drafters_by_task(lab, folders, tmp_path):
+    tasks = write_tasks(tmp_path, sums=["1 + 1", "2 + 2"], long=["a" * 30], words=["abc", "d", "h"])
+    drafter = folders / "drafter"
+    pair = ("--target", folders / "target", "--drafters", drafter, f"{drafter}/")
+    sizes = ("--prompt-length", 20, "--max-new-tokens", 12, "--out", tmp_path / "b")
+    code, said, error = lab("al", *pair, "--tasks", *tasks, *sizes)
+    assert code == 0, error
+    assert "left out: no prompt of at most 20 tokens" in said
+    assert "2 prompts are all there are, of 64 asked" in said
+    assert said.count("+0.0 % [+0.00, +0.00]") == 2  # over itself
+    assert said.count("survival") == 4 and said.count("mean of tasks") == 4
+    figures = read_summary(tmp_path / "b")["al"]
+    for temperature in ("t0", "t1"):
+        row = figures[str(drafter)][temperature]
+        assert list(row["tasks"]) == ["sums", "words"] and row["over_the_first"] is None
+        mean = row["al"]["mean"]
+        assert mean == pytest.approx((row["al"]["sums"] + row["al"]["words"]) / 2) and mean >= 1
+        assert row["interval"][0] <= mean <= row["interval"][1] and f"{mean:.3f}" in said
+        for name, task in row["tasks"].items():
+            assert task["interval"][0] <= task["al"] <= task["interval"][1] and task["same_text"]
+            assert task["al"] == row["al"][name] and len(task["survival"]) == 4
+            assert task["tokens_per_s"] > 0 and task["plain_tokens_per_s"] > 0
+
+
+def test_speed_has_an_arm_without_a_drafter_at_every_batch_size(lab, folders, tmp_path):
+    pair = ("--target", folders / "target", "--drafters", folders / "drafter", "--out", tmp_path)
+    sizes = ("--num-prompts", 4, "--prompt-length", 8, "--max-new-tokens", 10, "--repeats", 2)
+    code, _, error = lab("speed", *pair, *sizes, "--concurrency", 1, 3)
+    assert code == 0, error
+    figures = read_summary(tmp_path)["speed"]
+    assert [key for key in figures if key != "config"] == ["1 at once", "3 at once"]
+    for size in ("1 at once", "3 at once"):
+        arms = figures[size]["tasks"]["text"]
+        assert len(arms) == 2 and all(arm["same_text"] for arm in arms.values())
+        name = list(arms)[1]
+        ratio = arms[name]["tokens_per_s"] / arms["off"]["tokens_per_s"]
+        assert figures[size]["geometric_means"][name] == pytest.approx(ratio)
+        assert arms[name]["al"] >= 1 and arms["off"]["al"] == 1
+
+
+def test_the_picture_is_drawn(lab, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, said, error = lab("picture", "--out", tmp_path)
+    assert code == 0 and "tree.png" in said, error
+    assert (tmp_path / "tree.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (tmp_path / "summary.json").exists()
+
+
+# ---------------------------------------------------------------------------------------- clocks
+
+
+def test_time_is_covered_once_however_many_kernels_run():
+    assert covered([]) == 0 and covered([(0, 2), (1, 3), (1.5, 1.7), (5, 6)]) == 4
+
+
+def test_stages_are_timed_where_they_run_and_nowhere_else():
+    def inner():
+        return sum(range(1000))
+
+    def outer():
+        return [inner(), inner(), sorted([2, 1])]
+
+    inner()
+    with StageTimer({"inner": inner, "outer": outer}) as timer:
+        outer()
+    inner()
+    assert [label for label, *_ in timer.spans] == ["inner", "inner", "outer"]
+    (_, begin, _), (_, _, end), (_, outer_begin, outer_end) = timer.spans
+    assert outer_begin <= begin < end <= outer_end
+    assert 0 < timer.seconds()["inner"] < timer.seconds()["outer"]
+
+
+def test_a_slow_call_is_not_repeated():
+    calls = []
+    times = median_time(lambda: calls.append(1), repeats=3)
+    assert len(calls) == 4 and times["low"] <= times["median"] <= times["high"]
+    median_time(lambda: calls.append(1), repeats=3, patience=0.0)
+    assert len(calls) == 5
+
+
+# -------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        ("swim", "swim"),
+        ("speeed", "did you mean speed?"),
+        ("tree --repeats 0", "--repeats"),
+        ("tree --trunk-length 20", "--num-anchors"),
+        ("tree --trunk-length 0", "--trunk-length"),
+        ("tree --drafter D", "--target"),
+        ("throughput", "--target"),
+        ("throughput --target T --drafter D --trunk-length 70", "--num-anchors 64"),
+        ("scale", "torchrun"),
+        ("speed", "--drafters"),
+        ("activity", "--device cuda"),
+        ("claims --studies gqa-25", "gqa-24"),
+        ("claims --studies given", "--drafter"),
+        ("claims --arms sft", "specopd"),
+        ("claims --seeds 7", "--seeds 7: there is 0, 1, 2"),
+        ("claims --mode ce", "--mode"),
+        ("confidence", "--target"),
+        ("confidence --target T --drafter D", "no confidence head"),
+        ("decode", "--target"),
+        ("al --target T", "--tasks"),
+        ("al --target T --tasks none.jsonl", "--drafters"),
+        ("al --target T --drafters D --tasks none.jsonl", "none.jsonl"),
+        ("hf", "--target"),
+        ("references", "--target"),
+        ("plan --target 9B", "8B, 27B, 125B"),
+        ("report --claims none", "no finished study"),
+    ],
+)
+def test_bad_input_ends_in_one_clear_line_and_code_2(
+    lab, folders, tmp_path, monkeypatch, arguments, word
+):
+    names = {"T": folders / "target", "D": folders / "drafter"}
+    monkeypatch.chdir(tmp_path)
+    code, _, error = lab(*(names.get(word, word) for word in arguments.split()))
+    assert code == 2 and len(error.strip().splitlines()) == 1 and word in error
+    assert not list(tmp_path.iterdir())  # nothing is written

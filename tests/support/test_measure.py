@@ -1,0 +1,118 @@
+"""What is counted in a decoding, and how figures of it are compared."""
+
+import json
+
+import pytest
+import torch
+
+from drafter import Sampling
+from hf import load_tokenizer
+from serve import generate
+from small import random_prompts
+from support.measure import (
+    Acceptance,
+    Measure,
+    TaskMean,
+    by_task,
+    decoding_speed,
+    evaluate,
+    format_gain,
+    gain,
+    read_tasks,
+    repetition,
+)
+from support.toy import write_byte_tokenizer
+
+W = 4
+
+
+def test_evaluation_counts_what_decoding_did(target, drafter):
+    prompts = random_prompts(7)
+    results = generate(target, drafter, prompts, 30, Sampling(1.0), seed=2)
+    measured = evaluate(target, drafter, prompts, 30, Sampling(1.0), seed=2, batch_size=3)
+    num_rounds = sum(r.num_rounds for r in results)
+    assert measured.mean == sum(r.num_committed for r in results) / num_rounds
+    rounds = [n for r in results for n in r.accepted]
+    for k in range(1, W + 1):
+        assert abs(measured.survival[k - 1] - sum(n >= k for n in rounds) / len(rounds)) < 1e-6
+    assert abs(1 + sum(measured.survival) - measured.mean) < 1e-5  # no stop token cut a round
+    assert measured.texts == [r.tokens for r in results]
+
+
+def test_conditional_rates_multiply_to_survival_and_loops_are_counted():
+    survived = torch.tensor([[8, 4, 1, 0], [4, 2, 1, 0]])
+    common = Acceptance(*torch.tensor([[9, 9], [10, 6], [50, 30]]), torch.zeros(2), survived, 1.0)
+    assert common.survival == pytest.approx([12 / 16, 6 / 16, 2 / 16, 0])
+    assert common.conditional == pytest.approx([12 / 16, 1 / 2, 1 / 3, 0])
+    counts = torch.tensor([[5, 6, 0], [3, 3, 0], [9, 9, 0]])
+    survived = torch.tensor([[2, 0, 0], [2, 0, 0], [0, 0, 0]])
+    rare = Acceptance(*counts, torch.zeros(3), survived, 1.0)
+    assert rare.conditional == [pytest.approx(4 / 6), 0.0, None] and rare.mean == 11 / 6
+    assert 1.6 < rare.interval()[0] <= rare.mean <= rare.interval()[1] < 2.1
+    assert repetition([1, 2, 3, 4] * 8, 4) == pytest.approx(1 - 4 / 29)
+    assert repetition(list(range(30))) == 0 and repetition([1, 2]) == 0
+
+
+def acceptance(committed, rounds) -> Acceptance:
+    return Acceptance(committed, rounds, rounds, committed * 0.0, torch.zeros(96, W), 1.0)
+
+
+def test_the_paired_interval_is_narrower_and_covers_the_difference():
+    torch.manual_seed(0)
+    rounds = torch.randint(20, 40, (96,))
+    committed = (rounds * (2 + torch.rand(96))).long()
+    a = acceptance(committed, rounds)
+    b = acceptance(committed + rounds // 5, rounds)
+    low, high = b.interval(a)
+    assert low <= b.mean - a.mean <= high and low > 0.1
+    wide = b.interval()
+    assert high - low < (wide[1] - wide[0]) / 3
+    figures = gain(b, a)
+    assert figures["interval"] == (low, high)
+    assert figures["percent"] == pytest.approx(100 * (b.mean - a.mean) / a.mean)
+    assert format_gain(figures) == f"{figures['percent']:+5.1f} % [{low:+.2f}, {high:+.2f}]"
+
+
+def test_the_mean_of_tasks_weighs_each_task_alike():
+    rounds = torch.full((96,), 30)
+    torch.manual_seed(0)
+    easy = acceptance((rounds * (3 + torch.rand(96))).long(), rounds)
+    hard = acceptance((rounds * (1 + torch.rand(96))).long(), rounds * 1)
+    both = TaskMean({"easy": easy, "hard": hard})
+    assert both.mean == (easy.mean + hard.mean) / 2
+    low, high = both.interval()
+    assert low < both.mean < high and both.interval(both) == (0, 0)
+    assert gain(both, TaskMean({"a": hard, "b": hard}))["interval"][0] > 0
+
+
+def test_a_measure_takes_a_share_of_its_prompts_but_at_least_eight(target, drafter):
+    measure = Measure(random_prompts(20), 6, (), 0)
+    assert len(measure(target, drafter, 0.0).rounds) == 20
+    assert len(measure(target, drafter, 1.0, 0.5).rounds) == 10
+    assert len(measure(target, drafter, 1.0, 0.1).rounds) == 8
+
+
+def test_speeds_are_of_the_same_text(target, drafter):
+    speeds = decoding_speed(target, drafter, Measure(random_prompts(3), 6, (), 0), 2)
+    assert set(speeds) == {"plain", "speculative", "same_text"}
+    assert speeds["same_text"] and speeds["plain"] > 0
+
+
+def test_a_task_is_a_file_and_one_whose_prompts_are_too_long_is_left_out(
+    tmp_path, target, drafter, capsys
+):
+    write_byte_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "other").mkdir()
+    paths = [tmp_path / "short.jsonl", tmp_path / "long.jsonl", tmp_path / "other/short.jsonl"]
+    for path, text in zip(paths, ("\1\2", "\3" * 40, "\4")):
+        path.write_text(json.dumps({"prompt": text}) + "\n")
+    tasks = read_tasks(paths[:2], tokenizer, 5, 16, 0)
+    assert tasks == {"short": [[1, 2]]}
+    output = capsys.readouterr().out
+    assert "short: 1 prompts" not in output.splitlines()[-1] and "long: " in output
+    assert list(by_task(target, drafter, tasks, 6)) == ["short"]
+    with pytest.raises(ValueError, match="two files are called short"):
+        read_tasks([paths[0], paths[2]], tokenizer, 5, 16, 0)
+    with pytest.raises(ValueError, match="no task has a prompt that fits"):
+        read_tasks(paths[1:2], tokenizer, 5, 16, 0)
