@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import hf.drafters
-from hf.drafters import FIELDS_OF_KIND, KINDS, LAYER_TYPES, MARKOV_HEADS, SELECTOR_FIELDS
+from hf.drafters import FIELDS_OF_KIND, KINDS, MARKOV_HEADS, SELECTOR_FIELDS
 from hf.files import model_folder, read_json
 from hf.tensors import flat_names, load_weights, tensor_files
 from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, rotary
@@ -85,7 +85,6 @@ class DrafterConfig:
             raise ValueError(
                 f"block_size {self.block_size}: a block holds the anchor and at least one draft"
             )
-        self._check_layer_types()
         if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
             object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
         self._check_fields_of_kind()
@@ -100,15 +99,6 @@ class DrafterConfig:
             raise ValueError(
                 f"hidden_size {C} is no multiple of conv_group_size {self.conv_group_size}"
             )
-
-    def _check_layer_types(self) -> None:
-        num_layers = self.layers.num_hidden_layers
-        types = self.layer_types
-        if types and (len(types) != num_layers or set(types) - set(LAYER_TYPES)):
-            accepted = f"{num_layers} of {' and '.join(LAYER_TYPES)}"
-            raise ValueError(f"layer_types {list(types)} are not {accepted}")
-        if "sliding_attention" in types and self.sliding_window < 1:
-            raise ValueError(f"sliding_window {self.sliding_window}: sliding layers need one")
 
     def _check_fields_of_kind(self) -> None:
         for name in FIELDS_OF_KIND[self.kind]:

@@ -354,12 +354,10 @@ def generate(
             part = slice(start, start + options.batch_size)
             batch = Batch(target, drafter, prompts[part], prompt_ids[part], options)
             while batch.alive:
-                num_alive = len(batch.alive)
                 batch.round()
-                bar.update(num_alive - len(batch.alive))
+                num_ended = len(results) + len(batch.results) - len(batch.alive)
+                bar.update(num_ended - bar.n)
             results += batch.results
-            bar.n = len(results)
-            bar.refresh()
     return results
 
 
@@ -436,11 +434,7 @@ class ServeConfig:
     batch_size: int = flag(32, "prompts decoded at once", low=1)
     seed: int = flag(0, "of everything drawn")
     compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
-    color: str = flag(
-        "auto",
-        "mark accepted drafts by colour, or by [brackets]",
-        choices=("auto", "always", "never"),
-    )
+    color: str = flag("auto", "colour accepted drafts", choices=("auto", "always", "never"))
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "empty: what the target's config names", choices=DTYPES)
 

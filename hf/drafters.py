@@ -80,19 +80,19 @@ def _drafter_fields(config_dict: dict) -> dict:
     block = config_dict.get("dflash_config") or {}
     if not isinstance(block, dict):
         raise ValueError(f"dflash_config {block!r} is no block of fields")
-    places = (config_dict, block)
-    fields = {"architecture": architecture} | _required_fields(places)
-    _refuse_unimplemented(places, kind)
-    fields["layer_types"], fields["sliding_window"] = _sliding(places)
-    fields["num_target_layers"] = _field(places, "num_target_layers")
-    is_causal = _field(places, "is_causal")
+    blocks = (config_dict, block)
+    fields = {"architecture": architecture} | _required_fields(blocks)
+    _refuse_unimplemented(blocks, kind)
+    fields["layer_types"], fields["sliding_window"] = _layer_types_and_window(blocks)
+    fields["num_target_layers"] = _field(blocks, "num_target_layers")
+    is_causal = _field(blocks, "is_causal")
     if is_causal is None:
         is_causal = block.get("causal")
     if not isinstance(is_causal, bool | None):
         raise ValueError(f"is_causal {is_causal!r} must be true or false")
     fields["is_causal"] = is_causal
     for name in FIELDS_OF_KIND[kind]:
-        value = _field(places, name)
+        value = _field(blocks, name)
         if value is not None:
             fields[name] = value
     if kind == "dspark":
@@ -113,17 +113,17 @@ def _architecture(config_dict: dict) -> str:
     return names[0]
 
 
-def _field(places: tuple[dict, dict], name: str):
-    """Return the value of a field, None if it stands in neither place."""
-    values = [place[name] for place in places if place.get(name) is not None]
+def _field(blocks: tuple[dict, dict], name: str):
+    """Return the value of a field, None if it is in neither block: the top level, dflash_config."""
+    values = [block[name] for block in blocks if block.get(name) is not None]
     if len(values) == 2 and values[0] != values[1]:
         raise ValueError(f"{name} is given twice, {values[0]} and {values[1]}")
     return values[0] if values else None
 
 
-def _required_fields(places: tuple[dict, dict]) -> dict:
+def _required_fields(blocks: tuple[dict, dict]) -> dict:
     names = ("block_size", "mask_token_id", "target_layer_ids")
-    fields = {name: _field(places, name) for name in names}
+    fields = {name: _field(blocks, name) for name in names}
     lacking = [name for name in names if fields[name] is None]
     if lacking:
         raise ValueError(f"lacks {', '.join(lacking)}")
@@ -137,36 +137,36 @@ def _required_fields(places: tuple[dict, dict]) -> dict:
     return fields | {"target_layer_ids": tuple(ids)}
 
 
-def _refuse_unimplemented(places: tuple[dict, dict], kind: str) -> None:
+def _refuse_unimplemented(blocks: tuple[dict, dict], kind: str) -> None:
     """Raise an error for a field that changes the arithmetic and is not implemented."""
-    config_dict = places[0]
+    config_dict = blocks[0]
     hidden_size = config_dict.get("hidden_size")
     rows = [  # name, value, accepted
-        ("model_type", config_dict.get("model_type"), ("qwen3",)),
-        ("target_hidden_size", _field(places, "target_hidden_size"), (hidden_size,)),
+        ("model_type", config_dict.get("model_type"), "qwen3"),
+        ("target_hidden_size", _field(blocks, "target_hidden_size"), hidden_size),
     ]
     for name, neutral in SCALES.items():
         if name not in FIELDS_OF_KIND[kind]:
-            rows.append((name, _field(places, name), (neutral,)))
+            rows.append((name, _field(blocks, name), neutral))
     for name, value, accepted in rows:
-        if value is not None and value not in accepted:
-            raise ValueError(f"{name} = {value!r} is not implemented, only {accepted[0]!r}")
+        if value not in (None, accepted):
+            raise ValueError(f"{name} = {value!r} is not implemented, only {accepted!r}")
 
 
-def _sliding(places: tuple[dict, dict]) -> tuple[tuple, int]:
-    """Return layer types and window, from layer_types and sliding_window or from use_swa and
-    swa_window_size; empty and 0 if no layer slides."""
-    config_dict = places[0]
+def _layer_types_and_window(blocks: tuple[dict, dict]) -> tuple[tuple, int]:
+    """Read layer_types and sliding_window, or use_swa and swa_window_size. If no layer slides,
+    return an empty tuple and 0."""
+    config_dict = blocks[0]
     num_layers = config_dict.get("num_hidden_layers")
     if type(num_layers) is not int:
         raise ValueError(f"num_hidden_layers {num_layers!r} must be an integer")
     layer_types = config_dict.get("layer_types")
-    use_swa = _field(places, "use_swa")
+    use_swa = _field(blocks, "use_swa")
     if not isinstance(use_swa, bool | None):
         raise ValueError(f"use_swa {use_swa!r} must be true or false")
     if layer_types is None:  # use_sliding_window also stands in configs that list their layers
         slides = use_swa or config_dict.get("use_sliding_window")
-        layer_types = [LAYER_TYPES[bool(slides)]] * num_layers
+        layer_types = ["sliding_attention" if slides else "full_attention"] * num_layers
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers
@@ -179,7 +179,7 @@ def _sliding(places: tuple[dict, dict]) -> tuple[tuple, int]:
         raise ValueError(f"use_swa {use_swa} contradicts layer_types {layer_types}")
     if not slides:
         return (), 0
-    windows = [_field(places, name) for name in ("sliding_window", "swa_window_size")]
+    windows = [_field(blocks, name) for name in ("sliding_window", "swa_window_size")]
     windows = [window for window in windows if window is not None]
     if not windows or any(type(w) is not int or w < 1 or w != windows[0] for w in windows):
         raise ValueError(f"sliding layers need one sliding_window, not {windows}")

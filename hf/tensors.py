@@ -55,8 +55,8 @@ def tensor_files(folder) -> dict[str, Path]:
 def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
     """Return the dtype to load a folder in if nobody names one: that of its config, else that of
     its embedding; bfloat16 for FP8."""
-    places = (config_dict.get("text_config") or {}, config_dict)
-    names = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    blocks = (config_dict.get("text_config") or {}, config_dict)
+    names = [block.get(key) for block in blocks for key in ("dtype", "torch_dtype")]
     names = [name for name in names if name]
     dtype = getattr(torch, str(names[0]), None) if names else None
     if isinstance(dtype, torch.dtype):
@@ -75,7 +75,6 @@ def layout(config):
     """Return the layout of a target's folder: a function of a stored name and the module's tensors.
     It returns the module's name and the region to fill, or None for what is skipped (vision tower,
     drafting heads, rotary frequencies). `config` is a ModelConfig."""
-
     width = config.moe_intermediate_size
 
     def target_names(stored: str, parameters: dict):
@@ -107,11 +106,12 @@ def flat_names(stored: str, parameters: dict):
 def match_tensors(
     parameters: dict, shapes: dict, paths: dict, layout, tied: dict, folder
 ) -> tuple[dict, int]:
-    """Return which stored tensors fill each of the module's, {name: [(stored name, region)]}, and
-    how many are skipped.
+    """Return which stored tensors fill each tensor of the module, {name: [(stored name, region)]},
+    and how many stored tensors are skipped.
 
-    parameters {name: tensor} of the module; shapes and paths of the stored tensors by their names;
-    tied {name: other name}: a tensor that is the other one if the folder lacks it."""
+    parameters {name: tensor} are the module's; shapes and paths {stored name: ...} the folder's.
+    tied {name: other name}: if the folder lacks the first, it is the same tensor as the second.
+    """
     sources = {}
     num_skipped = 0
     for stored, shape in shapes.items():
@@ -257,8 +257,7 @@ def load_weights(
     """Fill a module (built on meta or not) from a model folder, tensor by tensor. Return how many
     stored tensors were skipped.
 
-    dtype None keeps the file's, bfloat16 for FP8. tied {name: other name}: a tensor that is the
-    other one if the folder lacks it.
+    dtype None keeps the file's, bfloat16 for FP8. For layout and tied see `match_tensors`.
     """
     tied = tied or {}
     parameters = module.state_dict(keep_vars=True)

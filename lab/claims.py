@@ -21,10 +21,11 @@ import torch
 
 from drafter import Drafter
 from hf.files import read_json
+from support.data import References
 from support.files import write_json
 from support.flags import flag
 from support.measure import Acceptance, central_95, format_gain, gain
-from support.prepare import Trunks, prepare
+from support.prepare import Trunks, prepare, start_drafter
 from support.resume import stage
 from train import TEMPERATURES, TrainConfig, trained
 
@@ -195,21 +196,21 @@ class Setting:
         self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
         self.trunks = {}  # one set at a time
 
-    def trunks_of(self, count: int) -> Trunks:
-        """Trunks of the first `count` references."""
-        if count not in self.trunks:
-            fields = dataclasses.fields(self.references)
-            rows = {f.name: getattr(self.references, f.name)[:count] for f in fields}
-            references = type(self.references)(**rows)
+    def trunks_of(self, run: TrainConfig) -> Trunks:
+        """Trunks of the run's first references, tapped where its drafter reads."""
+        tap_ids = start_drafter(run, self.target, self.tokenizer).config.target_layer_ids
+        key = run.num_references, tap_ids
+        if key not in self.trunks:
+            rows = {name: t[: run.num_references] for name, t in vars(self.references).items()}
             self.trunks.clear()
-            tap_ids = self.target.tap_ids
-            self.trunks[count] = Trunks(self.target, references, tap_ids, self.config.cache_gib)
-        return self.trunks[count]
+            references = References(**rows)
+            self.trunks[key] = Trunks(self.target, references, tap_ids, run.cache_gib)
+        return self.trunks[key]
 
     def train(self, config: TrainConfig, folder: Path) -> None:
         """Train and measure one arm, or find it finished."""
         world = self.target, self.tokenizer, self.measure
-        totals = trained(config, folder, *world, lambda: self.trunks_of(config.num_references))
+        totals = trained(config, folder, *world, lambda: self.trunks_of(config))
         best_step = totals.get("best", {}).get("step", config.steps)
         best = folder if best_step == config.steps else folder / "best"
         self.measure_once(folder, {"last": folder, "best": best})

@@ -24,7 +24,7 @@ from support.flags import flag
 from support.optim import make_optimizers
 from support.prepare import fresh_drafter
 from target import PREFILL_TOKENS, Target
-from train import TrainConfig, objective
+from train import TrainConfig, objective_of
 
 GIB = 2**30
 HALF = 2  # bytes of a number in bfloat16, the target's type
@@ -134,7 +134,7 @@ def num_p_rows(drafter: Drafter, config) -> int:
     W, A = drafter.config.num_draft_tokens, config.num_anchors
     if config.mode in ON_POLICY:
         return A * config.num_branches * (W + 1)
-    return A * W if objective(config, drafter).needs_p else 0
+    return A * W if objective_of(config, drafter).needs_p else 0
 
 
 def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:

@@ -25,7 +25,7 @@ from target import Target
 from train import TrainConfig
 
 STAGES = {
-    "decode": train.rollout,
+    "decode": train.rollout_blocks,
     "prefill": Trunks.__call__,
     "sample": Drafter.propose,
     "score": Target.score,

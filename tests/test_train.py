@@ -1,156 +1,123 @@
-"""Steps, resume, and the whole story in small. `pytest tests/test_train.py`"""
+"""Blocks and steps against every branch alone, parts against the whole, and runs that stop and go
+on. `pytest tests/test_train.py`"""
 
 import dataclasses
 import json
-import subprocess
-import sys
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DRAFTERS, ROOT, small_drafter, small_target
 
 import loss as losses
 import train as training
-from drafter import Drafter, Sampling
-from loss import make_optimizers, set_rate
-from rollout import until_stop
+from drafter import GREEDY, PLAIN, Drafter, Sampling, previous_tokens
+from loss import step_loss
 from serve import generate
-from step import Step, compile_parts, draw, gradient, hardness, next_batch, step_loss
-from support import files
-from support.data import References
+from small import ARCHS, DRAFTERS, PRIVATE_AND_MERGED, error_of, run, small_drafter, small_target
+from small_runs import (
+    CONFIG,
+    STOP,
+    W,
+    blocks_of,
+    gradient_gap,
+    one_batch,
+    small_trunks,
+    step_by_hand,
+    target_and_references,
+    train_in_parts,
+)
 from support.measure import Measure
-from support.prepare import Trunks, batch_rows, start_drafter
-from train import MODES, TrainConfig
-from tree import draw_anchors
-
-STOP = (21,)
-
-
-def setup(seed=0):
-    target = small_target()
-    prompts = torch.randint(0, 20, (10, 6), generator=torch.Generator().manual_seed(seed)).tolist()
-    results = generate(target, None, prompts, 20, 1.0, seed, STOP)
-    return target, References.from_lists(prompts, [r.tokens for r in results], 0)
-
-
-CONFIG = TrainConfig(
-    mode="specopd",
-    steps=4,
-    batch_size=3,
-    num_anchors=4,
-    num_branches=2,
-    eval_every=2,
-    eval_prompts=2,
-    eval_tokens=8,
-    save_every=1,
-    warmup=1,
+from support.prepare import start_drafter
+from train import (
+    MODES,
+    Step,
+    TrainConfig,
+    draw_anchors,
+    gradient,
+    next_batch,
+    objective_of,
+    rollout_blocks,
+    until_stop,
 )
 
-
-CE = dataclasses.replace(CONFIG, mode="ce")
-
-
-def one_batch(target, references, config=CONFIG, step=0):
-    trunks = Trunks(target, references, config.cache_gib)
-    rows = batch_rows(config.seed, step, references.lengths, config.batch_size)
-    shape = (config.num_anchors, config.num_branches, 4)
-    drawn = draw_anchors(
-        config.seed, step, rows, references.prompt_lengths[rows], references.lengths[rows], shape
-    )
-    return trunks(rows), *drawn
+TEXT_AND_TREE = MODES[:3]
+THREE_KINDS = ["dflash", "dspark rnn", "dflash2"]
 
 
-def step_of(config, drafter, batch):
-    """A step on one batch: what is drawn, its loss and figures."""
-    part = draw(config, drafter, *batch, STOP)
-    return part, *step_loss(config, drafter, part)
+def loss_of(config, drafter, blocks) -> tuple:
+    """-> the loss and its figures."""
+    return step_loss(drafter, blocks, objective_of(config, drafter))
 
 
-def by_hand(mode, config, target, drafter, trunk, anchors, uniforms, weight):
-    """Every branch alone: p from a plain run of its whole prefix, q from its own block."""
-    W, kind, decay = 4, drafter.config.kind, config.ce_decay
-    p_all, q_all, base_all, sure_all, tokens_all, valid_all = [], [], [], [], [], []
-    proposal = drafter.propose(
-        trunk,
-        anchors,
-        config.num_branches,
-        Sampling(config.branch_temperature),
-        uniforms,
-        num_greedy=config.num_greedy,
-    )
-    for b, a in torch.cartesian_prod(*(torch.arange(n) for n in anchors.shape)).tolist():
-        anchor, length = int(anchors[b, a]), int(trunk.lengths[b])
-        text = trunk.tokens[b, :length].tolist()
-        for k in range(config.num_branches if mode == "specopd" else 1):
-            if anchor < 0:
-                continue
-            ids = (
-                proposal.tokens[b, a, k].tolist()
-                if mode == "specopd"
-                else text[anchor + 1 : anchor + 1 + W]
-            )
-            if STOP[0] in ids:
-                ids = ids[: ids.index(STOP[0]) + 1]
-            p = target(torch.tensor([text[: anchor + 1] + ids]))[0, anchor : anchor + W].softmax(-1)
-            pad = W - len(ids)
-            p_all.append(torch.nn.functional.pad(p[: len(ids)], (0, 0, 0, pad)))
-            tokens_all.append(torch.tensor(ids + [0] * pad))
-            before = torch.tensor([[text[anchor], *(ids + [0] * pad)[:-1]]])
-            labels = tokens_all[-1][None] if mode == "ce" else None
-            hidden = proposal.hidden[b, a]  # (1, W, C)
-            q_all.append(drafter.logits(hidden, before, labels)[0])
-            base_all.append(drafter.unary(hidden)[0])
-            if drafter.has_confidence:
-                sure_all.append(drafter.confidence(hidden, before, mode != "ce")[0].sigmoid())
-            valid_all.append(torch.arange(W) < len(ids))
-            if mode == "ce":  # the target drew MASK or a row beyond the tokenizer: no label for q
-                valid_all[-1] &= tokens_all[-1] < target.num_tokens
-    p, q_logits, tokens, valid = map(torch.stack, (p_all, q_all, tokens_all, valid_all))
-    alpha = torch.minimum(p, q_logits.softmax(-1)).sum(-1)
-    weights = valid * torch.exp(-torch.arange(W) / decay)
-    extra = 0.0
-    if drafter.has_confidence:
-        sure, right = torch.stack(sure_all), alpha.detach()
-        bce = -(right * sure.log() + (1 - right) * (1 - sure).log())
-        extra = (bce * weights).sum() / weights.sum()
-    if mode != "ce":
-        return losses.e2e_tv(p, q_logits.softmax(-1), valid) + extra, valid.sum()
-    value = losses.ce(q_logits, tokens, valid, decay)
-    if kind == "dspark":
-        value = 0.1 * value + 0.9 * 2 * ((1 - alpha) * weights).sum() / weights.sum()
-    if kind == "dflash2":
-        value = value + losses.ce(torch.stack(base_all), tokens, valid, decay)
-    return value + extra, valid.sum()
+def check_gradients(value, expected, weights) -> None:
+    """Of a loss and its slow twin."""
+    grads, wanted = (torch.autograd.grad(x, weights) for x in (value, expected))
+    for grad, x in zip(grads, wanted):
+        torch.testing.assert_close(grad, x, atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("mode", MODES[:3])
+# ----------------------------------------------------------------------- blocks of texts and trees
+
+
+@PRIVATE_AND_MERGED
+@pytest.mark.parametrize("mode", TEXT_AND_TREE)
 @pytest.mark.parametrize("variant", ["dflash", "dspark vanilla", "dspark rnn", "dflash2"])
-def test_a_step_is_what_every_branch_alone_would_give(variant, mode, merge):
-    target, references = setup()
+def test_a_step_equals_every_branch_alone(variant, mode, merge):
+    target, references = target_and_references()
     drafter = small_drafter(target, **DRAFTERS[variant])
     config = dataclasses.replace(CONFIG, mode=mode, merge=merge)
     batch = one_batch(target, references, config)
-    assert (batch[1] >= 0).any()
-    _, value, figures = step_of(config, drafter, batch)
-    slow, supervised = by_hand(mode, config, target, drafter, *batch)
+    value, figures = loss_of(config, drafter, blocks_of(config, drafter, *batch))
+    slow, supervised = step_by_hand(config, drafter, *batch)
     assert figures["supervised"] == supervised and value.isfinite()
     torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
-    weights = list(drafter.parameters())
-    for got, want in zip(torch.autograd.grad(value, weights), torch.autograd.grad(slow, weights)):
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-3)
+    check_gradients(value, slow, list(drafter.parameters()))
 
 
-def test_a_label_off_by_one_is_noticed(monkeypatch):
-    target, references = setup()
+@pytest.mark.parametrize("mode", TEXT_AND_TREE)
+def test_one_wrong_token_of_a_branch_is_noticed(mode):
+    target, references = target_and_references()
     drafter = small_drafter(target)
-    trunk, anchors, uniforms, _ = one_batch(target, references)
+    config = dataclasses.replace(CONFIG, mode=mode)
+    batch = one_batch(target, references, config)
+    slow, _ = step_by_hand(config, drafter, *batch)
+    blocks = blocks_of(config, drafter, *batch)
+    name = "tokens" if mode == "ce" else "p_hidden"  # what the loss compares q with
+    wrong = getattr(blocks, name).clone()
+    index = blocks.valid.nonzero()[0].tolist()
+    wrong[tuple(index)] = (wrong[tuple(index)] + 1) % 20
+    wrong_value, _ = loss_of(config, drafter, dataclasses.replace(blocks, **{name: wrong}))
+    assert abs(wrong_value - slow) > 1e-3
+
+
+def test_a_label_off_by_one_is_noticed():
+    target, references = target_and_references()
+    drafter = small_drafter(target)
+    config = dataclasses.replace(CONFIG, mode="ce")
+    trunk, anchors, uniforms = one_batch(target, references)
     moved = dataclasses.replace(trunk, tokens=trunk.tokens.roll(-1, 1))
     value, shifted = (
-        step_of(CE, drafter, (one, anchors, uniforms, None))[1] for one in (trunk, moved)
+        loss_of(config, drafter, blocks_of(config, drafter, one, anchors, uniforms))[0]
+        for one in (trunk, moved)
     )
     assert value.isfinite() and shifted.isfinite() and abs(value - shifted) > 1e-2
+
+
+@pytest.mark.parametrize("variant", THREE_KINDS)
+def test_blocks_that_are_run_again_give_the_loss_of_the_pass_that_drafted(variant):
+    target, references = target_and_references()
+    drafter = small_drafter(target, **DRAFTERS[variant])
+    blocks = blocks_of(CONFIG, drafter, *one_batch(target, references))
+    at_once, _ = loss_of(CONFIG, drafter, blocks)
+    again, _ = loss_of(CONFIG, drafter, dataclasses.replace(blocks, hidden=None))
+    torch.testing.assert_close(at_once, again)
+    weights = list(drafter.parameters())
+    pairs = zip(*(torch.autograd.grad(x, weights, allow_unused=True) for x in (again, at_once)))
+    for grad, wanted in pairs:
+        if wanted is not None:
+            torch.testing.assert_close(grad, wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_until_stop_keeps_the_first_stop_token():
@@ -159,254 +126,248 @@ def test_until_stop_keeps_the_first_stop_token():
     assert until_stop(tokens, ()).all()
 
 
-def test_cached_trunks_equal_fresh_ones():
-    target, references = setup()
-    rows = torch.tensor([4, 1, 7])
-    kept, fresh = (Trunks(target, references, gib)(rows) for gib in (2.0, 0.0))
-    assert torch.equal(kept.tokens, fresh.tokens) and torch.equal(kept.lengths, fresh.lengths)
-    for row, length in enumerate(fresh.lengths.tolist()):
-        torch.testing.assert_close(
-            kept.hidden[row, :length], fresh.hidden[row, :length], atol=1e-5, rtol=0
-        )
+def test_anchors_depend_on_seed_step_and_sequence_alone():
+    prompt, lengths = torch.tensor([4, 6, 5]), torch.tensor([20, 9, 30])
+    shape = (5, 2, 5)
+    anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, shape)
+    alone = draw_anchors(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], shape)
+    assert torch.equal(anchors[1:2], alone[0]) and torch.equal(uniforms[1:2], alone[1])
+    assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
+    other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], shape)
+    assert not torch.equal(anchors[:1], other)
+    drawn = torch.cat(
+        [
+            draw_anchors(0, step, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0]
+            for step in range(200)
+        ]
+    )
+    assert drawn.min() == 4 and drawn.max() == 18
 
 
-def test_every_epoch_sees_every_reference_once():
-    for bucket in (1, 3):
-        seen = torch.cat([batch_rows(3, step, LENGTHS, 4, bucket) for step in range(6)])
-        assert sorted(seen[:12].tolist()) == sorted(seen[12:].tolist()) == list(range(12))
-        assert seen[:12].tolist() != seen[12:].tolist()
-        assert LENGTHS[seen].view(-1, 4).diff(dim=1).min() >= 0  # each sorted by length
+# ------------------------------------------------------------------------------ blocks of rollouts
 
 
-LENGTHS = torch.tensor([9, 30, 12, 50, 11, 31, 10, 52, 29, 51, 28, 49])
+def rollout_prompts() -> list:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 20, (n + 3,), generator=generator).tolist() for n in range(5)]
 
 
-def test_batches_of_a_bucket_hold_texts_of_similar_length():
-    longest = [
-        [LENGTHS[batch_rows(3, step, LENGTHS, 4, bucket)].max() for step in range(3)]
-        for bucket in (1, 3)
-    ]
-    assert sorted(longest[1]) == [12, 31, 52] and sum(longest[0]) > sum(longest[1])
-    # of 11 in batches of 4, later epochs begin within a batch: each still holds every one once
-    seen = torch.cat([batch_rows(3, step, LENGTHS[:11], 4, 3) for step in range(11)]).tolist()
-    assert sorted(seen) == sorted([*range(11)] * 4)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_block_of_a_rollout_and_its_p_are_those_of_the_round(arch, temperature):
+    target = small_target(arch=arch)
+    drafter, prompts, sampling = small_drafter(target), rollout_prompts(), Sampling(temperature)
+    blocks = rollout_blocks(drafter, prompts, 20, sampling, 7, STOP)
+    decoded = generate(target, drafter, prompts, 20, sampling, 7, STOP, batch_size=5)
+    num_blocks = 0
+    for b, (prompt, result) in enumerate(zip(prompts, decoded)):
+        text = prompt + result.tokens
+        assert blocks.trunk.tokens[b, : len(text)].tolist() == text
+        fresh = target.prefill(torch.tensor([text]), torch.tensor([len(text)]))
+        assert (blocks.anchors[b] >= 0).sum() == result.num_rounds
+        for r, anchor in enumerate(blocks.anchors[b].tolist()):
+            if anchor < 0:
+                continue
+            num_blocks += 1
+            taps = blocks.trunk.taps[b, :anchor], fresh.taps[0, :anchor]
+            torch.testing.assert_close(*taps, atol=1e-4, rtol=1e-4)
+            drafts = blocks.tokens[b, r, 0].tolist()
+            p = target.head(blocks.p_hidden[b, r, 0]).softmax(-1)
+            alone = target(torch.tensor([text[: anchor + 1] + drafts]))[0, anchor : anchor + W]
+            torch.testing.assert_close(p, alone.softmax(-1), atol=1e-4, rtol=0)
+            accepted = text[anchor + 1 : anchor + 1 + result.accepted[r]]
+            assert accepted == drafts[: len(accepted)]
+            assert len(accepted) == min(result.accepted[r], len(text) - anchor - 1)
+    assert num_blocks > 20
 
 
-def test_matrices_go_to_muon_and_the_rest_to_adamw():
-    drafter = small_drafter(small_target())
-    adamw, muon = make_optimizers(drafter, 0.01, 1e-3)
-    assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
-    assert {p.dim() for p in adamw.param_groups[0]["params"]} == {1}
-    (only,) = make_optimizers(drafter, 0.0, 1e-3)
-    assert len(only.param_groups[0]["params"]) == len(list(drafter.parameters()))
-    set_rate([adamw], 0, 100, 10, 0.5)
-    assert abs(adamw.param_groups[0]["lr"] - 1e-4) < 1e-12
-    set_rate([adamw], 99, 100, 10, 0.5)
-    assert 1e-4 <= adamw.param_groups[0]["lr"] < 1.5e-4
-
-
-def run(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
-    """Train in as many sittings as there are stops; each starts from nothing but the folder."""
-    for stop in stops:
-        target, references = setup()
-        drafter = small_drafter(target)
-        measure = Measure([[1, 2, 3], [4, 5]], CONFIG.eval_tokens, STOP, 0)
-        config = dataclasses.replace(CONFIG, mode=mode, stop_after=stop)
-        trunks = Trunks(target, references, 2.0)
-        training.train(config, drafter, trunks, measure, out)
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return drafter.state_dict(), log
-
-
-@pytest.mark.parametrize("mode", MODES[:3])
-def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
-    whole, log = run(tmp_path / "whole", mode, [0])
-    parts, parts_log = run(tmp_path / "parts", mode, [2, 0])
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, parts[name]), name
-    assert log == parts_log and [r["step"] for r in log] == [1, 2, 3, 4]
-    assert {"al_t0", "al_t1"} <= set(log[-1])
-    target, _ = setup()
-    saved = Drafter.from_pretrained(tmp_path / "whole", target)
-    assert torch.equal(saved.fc.weight, whole["fc.weight"].bfloat16())
-
-
-@pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
-def test_branches_that_are_used_again_give_the_loss_of_those_branches(variant):
-    target, references = setup()
+@pytest.mark.parametrize("variant", THREE_KINDS)
+def test_a_rollouts_loss_is_e2e_tv_on_accepted_and_rejected_positions(variant):
+    target = small_target()
     drafter = small_drafter(target, **DRAFTERS[variant])
-    batch = one_batch(target, references)
-    part, drawn, _ = step_of(CONFIG, drafter, batch)
-    again, _ = step_loss(CONFIG, drafter, dataclasses.replace(part, hidden=None))
-    weights = [p for n, p in drafter.named_parameters()]
-    first, second = (torch.autograd.grad(one, weights, allow_unused=True) for one in (drawn, again))
-    torch.testing.assert_close(drawn, again)
-    for got, want in zip(second, first):
-        if want is not None:
-            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    blocks = rollout_blocks(drafter, rollout_prompts(), 16, PLAIN, 1, STOP)
+    objective = losses.Objective({"e2e_tv": 1.0})
+    value, figures = step_loss(drafter, blocks, objective)
+    p_all, q_all, valid_all = [], [], []
+    for b, r in (blocks.anchors >= 0).nonzero().tolist():
+        anchor, drafts = int(blocks.anchors[b, r]), blocks.tokens[b, r, 0]
+        alone = blocks.trunk.select(torch.tensor([b]))
+        hidden = drafter.block(alone, torch.tensor([[anchor]]))[0]  # (1, W, C)
+        previous = torch.cat([alone.tokens[0, anchor : anchor + 1], drafts[:-1]])[None]
+        q_all.append(drafter.logits(hidden, previous)[0].softmax(-1))
+        p_all.append(target.head(blocks.p_hidden[b, r, 0]).softmax(-1))
+        stops = (drafts == STOP[0]).nonzero().flatten().tolist()
+        valid_all.append(torch.arange(W) <= (stops[0] if stops else W))
+    p, q, valid = map(torch.stack, (p_all, q_all, valid_all))
+    slow = losses.e2e_tv(p, q, valid)
+    assert figures["supervised"] == valid.sum()
+    torch.testing.assert_close(value, slow, atol=1e-5, rtol=0)
+    weights = [w for n, w in drafter.named_parameters() if not n.startswith("confidence")]
+    check_gradients(value, slow, weights)
+    p[3, 0] = p[3, 0].roll(1)  # of one position, and they differ
+    assert abs(value - losses.e2e_tv(p, q, valid)) > 1e-4
+
+
+def test_responses_of_one_token_leave_nothing_to_learn_and_no_error():
+    target = small_target()
+    drafter = small_drafter(target)
+    first_tokens = {r.tokens[0] for r in generate(target, None, rollout_prompts(), 1)}
+    blocks = rollout_blocks(drafter, rollout_prompts(), 16, GREEDY, 1, tuple(first_tokens))
+    config = dataclasses.replace(CONFIG, mode="rollout")
+    value, figures = loss_of(config, drafter, blocks)
+    value.backward()
+    assert figures["supervised"] == 0 and value == 0
+    assert all(p.grad.abs().sum() == 0 for p in drafter.parameters())
+
+
+# ---------------------------------------------------------------------------------------- one step
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
+@pytest.mark.parametrize("variant", THREE_KINDS)
 def test_a_batch_in_parts_gives_the_gradient_of_the_whole(variant, mode):
-    """Of texts of unequal length, with blocks cut short, weighted anchors, a share of CE, and the
-    drafter's layers run again in the backward pass. In float64: where a p and its q agree to
-    float32's rounding, that rounding says which is smaller, and the slope of min(p, q) jumps."""
-    target, references = setup()
+    """Of texts of unequal length, with blocks cut short, and the drafter's layers run again in the
+    backward pass. In float64: where p and q agree to float32's rounding, that rounding decides
+    which is smaller, and the slope of min(p, q) jumps."""
+    target, references = target_and_references()
     target.double()
-    found = []
-    for accum, again, cached in ((1, False, 1.0), (3, False, 1.0), (6, True, 0.0)):
+    results = []
+    for grad_accum, recompute, cache_gib in ((1, False, 1.0), (3, False, 1.0), (6, True, 0.0)):
         drafter = small_drafter(target, **DRAFTERS[variant]).double()
+        drafter.recompute = recompute
         config = dataclasses.replace(
-            CONFIG,
-            mode=mode,
-            batch_size=6,
-            grad_accum=accum,
-            recompute=again,
-            ce_weight=0.2,
-            response_length=20,
+            CONFIG, mode=mode, batch_size=6, grad_accum=grad_accum, response_length=20
         )
-        trunks = Trunks(target, references, cached)
-        hard = None if mode == "rollout" else hardness(drafter, trunks, 1.0)
-        parts = next_batch(config, drafter, trunks, 1, STOP, hard)
-        assert len(parts) == accum and all(part.trunk.hidden is None for part in parts)
+        trunks = small_trunks(target, references, cache_gib)
+        parts = next_batch(config, drafter, trunks, 1, STOP)
+        assert len(parts) == grad_accum and all(part.trunk.hidden is None for part in parts)
         figures = gradient(config, Step(config, drafter), drafter, parts)
-        assert "padding" in figures and figures.pop("padding") < 0.5
-        found.append((figures, {n: p.grad for n, p in drafter.named_parameters()}))
-    (figures, whole), *others = found
-    figures.pop("coverage", None)  # of one reference of each part
-    for other, grads in others:
-        for name, wanted in figures.items():
-            scale = max(torch.tensor(wanted).abs().max().item(), 1.0)
-            assert other[name] == pytest.approx(wanted, abs=1e-6 * scale), name
-        for name, wanted in whole.items():
-            if wanted is not None:
-                scale = max(wanted.abs().max().item(), 1.0)
-                torch.testing.assert_close(grads[name] / scale, wanted / scale, atol=1e-6, rtol=0)
+        assert figures.pop("padding") < 0.5
+        figures.pop("coverage", None)  # of one reference of each part
+        figures = {name: torch.tensor(x).double() for name, x in figures.items()}
+        grads = {n: p.grad for n, p in drafter.named_parameters() if p.grad is not None}
+        results.append(figures | grads)
+    whole, *in_parts = results
+    for parts in in_parts:
+        assert gradient_gap({name: parts[name] for name in whole}, whole) < 1e-6
+    whole["fc.weight"][0, 0] += 1e-4  # one element, and they differ
+    assert gradient_gap({name: parts[name] for name in whole}, whole) > 1e-6
 
 
 @pytest.mark.parametrize("mode", ["ce", "specopd"])
-@pytest.mark.parametrize("variant", ["dflash", "dspark rnn", "dflash2"])
+@pytest.mark.parametrize("variant", THREE_KINDS)
 def test_half_precision_is_the_drafters_alone(variant, mode):
     """Its layers and heads work in bfloat16; its weights and their gradients, and p, do not."""
-    target, references = setup()
-    found, kinds = [], {"drafter": set(), "target": set()}
+    target, references = target_and_references()
+    results, dtypes = [], {"drafter": set(), "target": set()}
     for precision in ("float32", "bfloat16"):
         drafter = small_drafter(target, **DRAFTERS[variant])
         config = dataclasses.replace(CONFIG, mode=mode, precision=precision)
         if precision == "bfloat16":
-            drafter.layers[0].mlp.down_proj.register_forward_hook(
-                lambda *a: kinds["drafter"].add(a[-1].dtype)
-            )
-            target.model.layers[0].mlp.down_proj.register_forward_hook(
-                lambda *a: kinds["target"].add(a[-1].dtype)
-            )
-        parts = next_batch(config, drafter, Trunks(target, references, 0.0), 0, STOP)
+            for name, module in (("drafter", drafter), ("target", target.model)):
+                module.layers[0].mlp.down_proj.register_forward_hook(
+                    lambda *args, name=name: dtypes[name].add(args[-1].dtype)
+                )
+        parts = next_batch(config, drafter, small_trunks(target, references, 0.0), 0, STOP)
         figures = gradient(config, Step(config, drafter), drafter, parts)
         grads = [p.grad for p in drafter.parameters() if p.grad is not None]
-        assert all(g.dtype == torch.float32 for g in grads)
-        found.append((figures["loss"], torch.cat([g.flatten() for g in grads])))
-    assert kinds == {"drafter": {torch.bfloat16}, "target": {torch.float32}}
-    (exact, whole), (near, half) = found
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        results.append((figures["loss"], torch.cat([grad.flatten() for grad in grads])))
+    assert dtypes == {"drafter": {torch.bfloat16}, "target": {torch.float32}}
+    (exact, whole), (near, half) = results
     assert near != exact and near == pytest.approx(exact, abs=0.05)
     assert torch.cosine_similarity(whole, half, 0) > (0.9 if mode == "specopd" else 0.99)
 
 
 def test_p_is_the_targets_own_in_half_precision(monkeypatch):
-    target, references = setup()
-    config, kinds = dataclasses.replace(CONFIG, precision="bfloat16"), set()
-    monkeypatch.setattr(target, "head", lambda x: kinds.add(x.dtype) or target.lm_head(x))
-    target.lm_head.register_forward_hook(lambda *a: kinds.add((a[1][0].dtype, a[-1].dtype)))
+    target, references = target_and_references()
+    config, dtypes = dataclasses.replace(CONFIG, precision="bfloat16"), set()
+    monkeypatch.setattr(target, "head", lambda x: dtypes.add(x.dtype) or target.lm_head(x))
+    target.lm_head.register_forward_hook(lambda *a: dtypes.add((a[1][0].dtype, a[-1].dtype)))
     drafter = small_drafter(target)
-    parts = next_batch(config, drafter, Trunks(target, references, 1.0), 0, STOP)
-    kinds.clear()
+    parts = next_batch(config, drafter, small_trunks(target, references), 0, STOP)
+    dtypes.clear()
     gradient(config, Step(config, drafter), drafter, parts)
-    assert torch.float32 in kinds and (torch.float32, torch.float32) in kinds
+    assert torch.float32 in dtypes and (torch.float32, torch.float32) in dtypes
 
 
-def test_compiled_parts_compute_the_same():
-    target, references = setup()
-    config, found = dataclasses.replace(CONFIG, compile=True), []
-    for backend in (None, "aot_eager"):
-        drafter = small_drafter(target)
-        if backend:
-            compile_parts(drafter, backend)
-        parts = next_batch(config, drafter, Trunks(target, references, 1.0), 0, STOP)
-        gradient(config, Step(config, drafter), drafter, parts)
-        found.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
-    assert drafter.layers[0]._compiled_call_impl and target.model.layers[0].mlp._compiled_call_impl
-    torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+# --------------------------------------------------------------------------- runs that stop, go on
 
 
-def test_branches_are_drawn_once_for_so_many_steps(tmp_path, monkeypatch):
-    calls, honest = [], Drafter.propose
-    drafter = small_drafter(setup()[0])
-    target, references = drafter.target, setup()[1]
-    config = dataclasses.replace(CONFIG, reuse=2, save_every=2, eval_every=4)
-
-    def counted(self, trunk, anchors, *rest, **how):
-        calls.append(anchors.shape)
-        return honest(self, trunk, anchors, *rest, **how)
-
-    monkeypatch.setattr(Drafter, "propose", counted)
-    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
-    training.train(config, drafter, trunks, measure, tmp_path)
-    assert calls.count((3, 4)) == 2  # of four steps
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert log[0]["supervised"] == log[1]["supervised"] != log[2]["supervised"]
+def small_measure() -> Measure:
+    return Measure([[1, 2]], 8, STOP, 0)
 
 
-@pytest.mark.parametrize("variant", ["dflash", "dspark gated", "dflash2"])
-def test_need_is_how_often_the_first_draft_would_be_rejected(variant):
-    target, references = setup()
-    drafter = small_drafter(target, **DRAFTERS[variant])
-    chances = hardness(drafter, Trunks(target, references, 1.0), 0.7)
-    assert chances.shape == references.tokens.shape and (chances > 0).all()
-    missed = []
-    for row in (0, 4):
-        trunk = Trunks(target, references, 0.0)(torch.tensor([row]))
-        for a in range(int(references.prompt_lengths[row]), int(references.lengths[row]) - 1):
-            sampling = Sampling(0.7)
-            proposal = drafter.propose(trunk, torch.tensor([[a]]), 1, sampling)
-            q = proposal.probs()[0, 0, 0, 0]
-            p = (target.head(trunk.hidden[0, a]) / 0.7).softmax(-1)
-            missed.append((1 - losses.acceptance(p, q).item(), chances[row, a].item()))
-    missed = torch.tensor(missed)
-    # chances are half of it and half of a constant
-    rest = missed[:, 1] - missed[:, 0] / 2
-    assert rest.std() < 1e-5 and missed[:, 0].std() > 1e-3 and rest[0] > 0
+@pytest.mark.parametrize("mode", MODES)
+def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
+    whole, log = train_in_parts(tmp_path / "whole", mode, [0])
+    parts, parts_log = train_in_parts(tmp_path / "parts", mode, [2, 0])
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+    assert log == parts_log and [record["step"] for record in log] == [1, 2, 3, 4]
+    assert {"al_t0", "al_t1"} <= set(log[-1])
+    assert all(record["supervised"] > 0 for record in log)
+    target, _ = target_and_references()
+    saved = Drafter.from_pretrained(tmp_path / "whole", target)
+    assert torch.equal(saved.fc.weight, whole["fc.weight"].bfloat16())
 
 
 def test_the_best_drafter_is_kept_beside_the_last(tmp_path, monkeypatch):
     als = iter([2.0, 1.0, 3.0, 2.0, 1.5, 1.5, 1.0, 1.0])  # at two temperatures, four times
-    monkeypatch.setattr(Measure, "__call__", lambda *_: type("Found", (), {"mean": next(als)}))
-    target, references = setup()
+
+    class Measured:
+        def __init__(self, *_):
+            self.mean = next(als)
+
+    monkeypatch.setattr(Measure, "__call__", lambda *_: Measured())
+    target, references = target_and_references()
     config = dataclasses.replace(CONFIG, eval_every=1)
-    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
     drafter, saved = small_drafter(target), {}
     honest = Drafter.save_pretrained
 
-    def kept(self, folder):
+    def recorded(self, folder):
         saved.setdefault(Path(folder).name, []).append(self.fc.weight.clone())
         honest(self, folder)
 
-    monkeypatch.setattr(Drafter, "save_pretrained", kept)
-    totals = training.train(config, drafter, trunks, measure, tmp_path)
+    monkeypatch.setattr(Drafter, "save_pretrained", recorded)
+    trunks = small_trunks(target, references)
+    totals = training.train(config, drafter, trunks, small_measure(), tmp_path)
     assert totals["best"] == {"step": 2, "al": 2.5} and len(saved["best"]) == 2
     best = Drafter.from_pretrained(tmp_path / "best", target)
     assert torch.equal(best.fc.weight, saved["best"][1].bfloat16())
     assert not torch.equal(best.fc.weight, drafter.fc.weight.bfloat16())
 
 
-def test_a_log_ahead_of_its_checkpoint_is_cut_back(tmp_path):
-    run(tmp_path, "ce", [2])
+@pytest.mark.parametrize("bad_step", [1, 2])
+def test_a_step_that_is_not_finite_stops_the_run_and_the_drafter_before_it_is_kept(
+    tmp_path, monkeypatch, bad_step
+):
+    target, references = target_and_references()
+    drafter, weights = small_drafter(target), []
+    honest = training.step_loss
+
+    def broken(*args):
+        weights.append(drafter.fc.weight.clone())
+        value, figures = honest(*args)
+        return value * (math.nan if len(weights) == bad_step else 1), figures
+
+    monkeypatch.setattr(training, "step_loss", broken)
+    with pytest.raises(ValueError, match=f"step {bad_step} is not finite"):
+        training.train(CONFIG, drafter, small_trunks(target, references), small_measure(), tmp_path)
+    assert torch.equal(drafter.fc.weight, weights[-1])  # the bad step changed nothing
+    sound = Drafter.from_pretrained(tmp_path / "sound", target)  # to go on from, elsewhere
+    assert torch.equal(sound.fc.weight, weights[-1].bfloat16())
+
+
+def test_a_log_ahead_of_its_training_state_is_cut_back(tmp_path):
+    train_in_parts(tmp_path, "ce", [2])
     with open(tmp_path / "log.jsonl", "a") as log:
         log.write('{"step": 3, "loss": 9.9}\n{"step": 4, "lo')
-    _, log = run(tmp_path, "ce", [0])
+    _, log = train_in_parts(tmp_path, "ce", [0])
     assert [r["step"] for r in log] == [1, 2, 3, 4] and all(r["loss"] != 9.9 for r in log)
 
 
-def test_an_interruption_behind_the_last_checkpoint_is_made_good(tmp_path, monkeypatch):
+def test_an_interruption_behind_the_last_training_state_is_made_good(tmp_path, monkeypatch):
     honest = Drafter.save_pretrained
 
     def interrupted(*_):
@@ -414,139 +375,226 @@ def test_an_interruption_behind_the_last_checkpoint_is_made_good(tmp_path, monke
 
     monkeypatch.setattr(Drafter, "save_pretrained", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "ce", [0])
+        train_in_parts(tmp_path, "ce", [0])
     assert not (tmp_path / "model.safetensors").exists()
     monkeypatch.setattr(Drafter, "save_pretrained", honest)
-    run(tmp_path, "ce", [0])
+    train_in_parts(tmp_path, "ce", [0])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (tmp_path / "model.safetensors").exists() and summary["al_t0"] >= 1
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
-    target, _ = setup()
+    target, _ = target_and_references()
     small_drafter(target).save_pretrained(tmp_path / "ce")
     before = (tmp_path / "ce/model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="another --out"):
-        run(tmp_path / "ce", "ce", [0])
+        train_in_parts(tmp_path / "ce", "ce", [0])
     with pytest.raises(ValueError, match="another --out"):
-        files.stage(tmp_path / "ce", {}, lambda: 1 / 0)
+        training.stage(tmp_path / "ce", {}, lambda: 1 / 0)
     assert (tmp_path / "ce/model.safetensors").read_bytes() == before
 
 
 def test_a_run_is_not_resumed_on_another_drafter_or_target(tmp_path):
-    run(tmp_path, "ce", [2])
-    target, references = setup()
-    trunks, measure = Trunks(target, references, 1.0), Measure([[1, 2]], 8, STOP, 0)
+    train_in_parts(tmp_path, "ce", [2])
+    target, references = target_and_references()
     config = dataclasses.replace(CONFIG, mode="ce")
+    rest = small_trunks(target, references), small_measure(), tmp_path
     other = small_drafter(target, mask_token_id=22)
     other.config = dataclasses.replace(other.config, mask_token_id=23)
     with pytest.raises(ValueError, match="the drafter's dflash_config"):
-        training.train(config, other, trunks, measure, tmp_path)
+        training.train(config, other, *rest)
     with torch.no_grad():
         target.lm_head.weight[0, 0] += 1
     with pytest.raises(ValueError, match="the target"):
-        training.train(config, small_drafter(target), trunks, measure, tmp_path)
+        training.train(config, small_drafter(target), *rest)
 
 
-def test_flags_that_a_given_drafter_contradicts_are_errors(tmp_path):
-    target, _ = setup()
-    small_drafter(target).save_pretrained(tmp_path)
-    for change in (
+def test_a_damaged_or_foreign_training_state_is_an_error_that_names_it(tmp_path):
+    train_in_parts(tmp_path, "ce", [2])
+    with pytest.raises(ValueError, match="mode = 'ce'"):
+        train_in_parts(tmp_path, "e2e", [0])
+    states = list(tmp_path.glob("training_state*.pt"))
+    assert len(states) == 2
+    for path in states:
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged"):
+        train_in_parts(tmp_path, "ce", [0])
+
+
+def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged(tmp_path):
+    whole, log = train_in_parts(tmp_path / "whole", "ce", [0])
+    train_in_parts(tmp_path / "parts", "ce", [3])
+    path = tmp_path / "parts/training_state.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    parts, parts_log = train_in_parts(tmp_path / "parts", "ce", [0])
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    assert log == parts_log and (tmp_path / "parts/training_state.damaged").is_file()
+
+
+# ------------------------------------------------------------------------------- flags, the lesson
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
         dict(block_size=7),
         dict(draft_layers=3),
         dict(mask_token_id=0),
         dict(rank=3),
         dict(drafter_kind="dspark"),
         dict(markov_head="rnn"),
-    ):
-        config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
-        with pytest.raises(ValueError, match=next(iter(change))):
-            start_drafter(config, target, None)
-    same = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
-    assert start_drafter(same, target, None).config.block_size == 5
+    ],
+    ids=str,
+)
+def test_a_flag_that_the_given_drafter_contradicts_is_an_error(tmp_path, flags):
+    target = small_target()
+    small_drafter(target).save_pretrained(tmp_path)
+    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **flags)
+    with pytest.raises(ValueError, match=next(iter(flags))):
+        start_drafter(config, target, None)
+
+
+def test_a_flag_that_says_what_the_given_drafter_is_is_none(tmp_path):
+    target = small_target()
+    small_drafter(target).save_pretrained(tmp_path)
+    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
+    assert start_drafter(config, target, None).config.block_size == 5
 
 
 @pytest.mark.parametrize(
-    "change",
+    "flags",
     [
         dict(steps=0),
         dict(response_length=1),
-        dict(loss_temperature=-1.0),
-        dict(clip=float("nan")),
+        dict(branch_temperature=-1.0),
+        dict(lr=math.nan),
         dict(loss="e2e_al", mode="e2e"),
         dict(loss="e2e_al", branch_temperature=0.0),
-        dict(loss="e2e_al", loss_temperature=0.5),
         dict(loss="e2e_al", num_greedy=1),
-        dict(loss="e2e_al", reuse=2, save_every=2),
         dict(num_greedy=2),
         dict(mode="story", stop_after=2),
     ],
+    ids=str,
 )
-def test_settings_without_a_meaning_are_errors(change):
+def test_settings_without_a_meaning_are_errors(flags):
     with pytest.raises(ValueError):
-        dataclasses.replace(CONFIG, **{"num_greedy": 0} | change)
-    dataclasses.replace(CONFIG, loss="e2e_al", num_greedy=0)
+        dataclasses.replace(CONFIG, **{"num_greedy": 0} | flags)
 
 
-def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(tmp_path):
-    run(tmp_path, "ce", [2])
-    with pytest.raises(ValueError, match="mode = 'ce'"):
-        run(tmp_path, "e2e", [0])
-    for path in tmp_path.glob("checkpoint*.pt"):
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged"):
-        run(tmp_path, "ce", [0])
+def test_an_unknown_loss_is_an_error_that_lists_the_losses():
+    target, references = target_and_references()
+    drafter, config = small_drafter(target), dataclasses.replace(CONFIG, loss="l2")
+    blocks = blocks_of(config, drafter, *one_batch(target, references))
+    with pytest.raises(ValueError, match="there is ce, tv, kl, e2e_tv, e2e_al"):
+        loss_of(config, drafter, blocks)
 
 
-def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path):
-    whole, log = run(tmp_path / "whole", "ce", [0])
-    run(tmp_path / "parts", "ce", [3])
-    path = tmp_path / "parts/checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:100])
-    parts, parts_log = run(tmp_path / "parts", "ce", [0])
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    assert log == parts_log and (tmp_path / "parts/checkpoint.damaged").is_file()
+def test_e2e_al_goes_with_branches_that_are_all_drawn():
+    assert dataclasses.replace(CONFIG, loss="e2e_al", num_greedy=0).loss == "e2e_al"
 
 
-def test_the_smoke_story_ends_with_its_table_and_is_not_done_twice(tmp_path):
-    command = [sys.executable, ROOT / "train.py", "--preset", "smoke", "--out", tmp_path / "run"]
-    first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert first.returncode == 0, first.stderr[-2000:]
-    for words in ("Acceptance length", "SpecOPD", "Survival", "tokens/s", "python serve.py"):
-        assert words in first.stdout
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert set(summary["rows"]) == {"fresh", "start", "ce", "e2e", "specopd"}
-    assert f"{summary['rows']['specopd']['al_t0']:8.3f}" in first.stdout
-    assert summary["decoding"]["same_text"] is True
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert again.returncode == 0 and again.stdout.count("is there, kept") == 5
-    other = subprocess.run(
-        [*command, "--num-anchors", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
-    assert (
-        other.returncode == 2 and "num_anchors = 8, this run has 3" in other.stderr.splitlines()[-1]
-    )
+@pytest.fixture
+def paths(folders, tmp_path):
+    """{name: path} of what a command line may name."""
+    contents = {
+        "EMPTY": ("empty.txt", ""),
+        "BAD": ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n'),
+        "KEYS": ("keys.json", '{"num_anchor": 3}'),
+        "MODE": ("mode.json", '{"mode": "sft"}'),
+    }
+    for name, text in contents.values():
+        (tmp_path / name).write_text(text)
+    written = {key: tmp_path / name for key, (name, _) in contents.items()}
+    return {"TARGET": folders / "target"} | written
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
-def test_the_smoke_story_of_the_other_drafters_goes_on_in_one_way(tmp_path, kind):
-    command = [
-        sys.executable,
-        ROOT / "train.py",
-        "--preset",
-        "smoke",
-        "--out",
-        tmp_path / "run",
-        "--drafter-kind",
-        kind,
-        "--ways",
-        "specopd",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert set(summary["rows"]) == {"fresh", "start", "specopd"}
-    assert summary["decoding"]["same_text"] is True
-    log = (tmp_path / "run/start/log.jsonl").read_text().splitlines()
-    assert ("coverage" in json.loads(log[-1])) == (kind == "dflash2")
-    assert (tmp_path / "run/specopd/model.safetensors").is_file()
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        ("--mode sft", "invalid choice"),
+        ("--step 3", "--steps"),
+        ("--steps 0", "--steps"),
+        ("--loss l2", "e2e_tv"),
+        ("--corpus EMPTY", "empty"),
+        ("--corpus BAD", "bad.jsonl:2"),
+        ("--config KEYS", "num_anchors"),
+        ("--config MODE", "mode = 'sft'"),
+        ("--target nowhere", "nowhere"),
+        ("--target TARGET --eval-tokens 40", "exceed"),
+    ],
+)
+def test_a_wrong_argument_ends_in_one_clear_line(paths, monkeypatch, capsys, arguments, word):
+    folder = paths["EMPTY"].parent
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(folder)
+    arguments = [paths.get(argument, argument) for argument in arguments.split()]
+    assert word in error_of(training.main, arguments, monkeypatch, capsys)
+    assert sorted(folder.rglob("*")) == before  # nothing written, nothing lost
+
+
+@pytest.mark.slow
+def test_a_wrong_argument_ends_a_process_with_code_2(tmp_path):
+    done = run("train.py", "--target", "nowhere", "--out", tmp_path / "run")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_flags_stand_in_groups_in_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        training.main()
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for group in {field.metadata["group"] for field in dataclasses.fields(TrainConfig)}:
+        assert group in text
+
+
+def plain_probs(drafter, blocks) -> tuple:
+    """p and q (A,K,W,V) of the branches of one text: p from a plain run of each, q from the drafter
+    as it is now."""
+    _, A, K, W = blocks.tokens.shape
+    p = torch.zeros(A, K, W, drafter.target.config.vocab_size)
+    for a, k in torch.cartesian_prod(torch.arange(A), torch.arange(K)).tolist():
+        text = blocks.trunk.tokens[0, : blocks.anchors[0, a] + 1]
+        branch = torch.cat([text, blocks.tokens[0, a, k]])
+        p[a, k] = drafter.target(branch[None])[0, len(text) - 1 : -1].softmax(-1)
+    hidden = drafter.block(blocks.trunk, blocks.anchors)[:, :, None]
+    first = blocks.trunk.tokens.gather(1, blocks.anchors)
+    q = drafter.logits(hidden, previous_tokens(first, blocks.tokens)).softmax(-1)
+    return p, q[0].expand_as(p)
+
+
+def test_the_lesson_prints_the_numbers_of_the_functions(monkeypatch, capsys):
+    """p from plain runs; alpha, survival and the loss from p and q; then the drafter as updated."""
+    shown = {}
+    honest = training.show_branch
+
+    def recorded(drafter, blocks, a, k):
+        shown.update(drafter=drafter, blocks=blocks, a=a, k=k)
+        shown["p"], shown["q"] = plain_probs(drafter, blocks)
+        honest(drafter, blocks, a, k)
+
+    monkeypatch.setattr(training, "show_branch", recorded)
+    training.lesson()
+    printed = capsys.readouterr().out
+    p, q = shown["p"], shown["q"]
+    alpha = torch.minimum(p, q).sum(-1)[shown["a"], shown["k"]]
+    pairs = re.findall(r"alpha (\S+)   survival (\S+)", printed)
+    pairs = torch.tensor([[float(x) for x in pair] for pair in pairs])
+    assert (pairs - torch.stack([alpha, alpha.cumprod(0)], 1)).abs().max() < 6e-4
+    for name, probs in (("p", p), ("q", q)):
+        rows = re.findall(rf"{name}_\d = (.*)", printed)
+        rows = torch.tensor([[float(x) for x in row.split()] for row in rows])
+        assert (rows - probs[shown["a"], shown["k"]]).abs().max() < 6e-3
+    losses_printed = [float(x) for x in re.findall(r"(?:branches|update): (\d\S+)", printed)]
+    after = losses.e2e_tv(*plain_probs(shown["drafter"], shown["blocks"]))
+    expected = [losses.e2e_tv(p, q).item(), after.item()]
+    assert losses_printed == pytest.approx(expected, abs=6e-5) and expected[1] < expected[0]
+
+
+@pytest.mark.slow
+def test_the_lesson_is_a_command(capsys):
+    done = run("train.py", "--lesson")
+    assert done.returncode == 0 and not done.stderr
+    training.lesson()
+    assert done.stdout == capsys.readouterr().out

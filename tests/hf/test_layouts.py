@@ -132,9 +132,9 @@ def flash_release() -> dict:
     shapes = ends(base, 248320, C) | weights(f"{base}hyper_connection_mixer.", streams)
     for i in range(48):
         layer = f"{base}layers.{i}."
-        for place in ("attn", "mlp"):
+        for sublayer in ("attn", "mlp"):
             both = streams | {"block_inject_weight": (4, wide)}
-            shapes |= weights(f"{layer}{place}_hyper_connection.", both)
+            shapes |= weights(f"{layer}{sublayer}_hyper_connection.", both)
         shared = {"gate_proj": (640, C), "up_proj": (640, C), "down_proj": (C, 640)}
         shapes |= weights(f"{layer}mlp.", {"gate": (512, C), "shared_expert_gate": (1, C)})
         shapes |= weights(f"{layer}mlp.shared_expert.", shared)

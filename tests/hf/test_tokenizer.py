@@ -1,19 +1,13 @@
-"""Ids equal to those of the `tokenizers` package, and of transformers for a real model."""
+"""Ids equal to those of the `tokenizers` package (of a real model: tests/slow/test_smollm2.py)."""
 
 import json
-import os
 import random
 import unicodedata
-from pathlib import Path
 
 import pytest
 
 from hf import load_tokenizer
-from hf.chat import first_turn, read_prompts
 from their_tokenizers import SPECIAL, TEXTS, save_tokenizer, tokenizers
-
-SMOLLM2 = os.environ.get("SMOLLM2", "")
-EVAL_PROMPTS = os.environ.get("EVAL_PROMPTS", "")
 
 
 def any_character(rng: random.Random) -> str:
@@ -124,21 +118,3 @@ def test_what_is_not_implemented_is_an_error_that_names_it(tmp_path, case):
 def test_a_folder_without_a_tokenizer_is_a_clear_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (SMOLLM2 and EVAL_PROMPTS), reason="SMOLLM2 and EVAL_PROMPTS name no model and no prompts"
-)
-def test_ids_and_chat_text_equal_transformers_on_all_prompts_of_a_real_model():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(SMOLLM2)
-    ours = load_tokenizer(SMOLLM2)
-    files = sorted(Path(EVAL_PROMPTS).glob("*.jsonl"))
-    chats = [first_turn(messages) for file in files for messages in read_prompts(file)]
-    for chat in chats:
-        text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert ours.chat(chat) == text
-        for plain in (text, chat[-1]["content"]):
-            assert ours.encode(plain) == theirs(plain, add_special_tokens=False)["input_ids"]
-    assert len(chats) > 1000

@@ -127,7 +127,7 @@ def test_al_compares_drafters_by_task(lab, folders, tmp_path):
     code, said, error = lab("al", *pair, "--tasks", *tasks, *sizes)
     assert code == 0, error
     assert "left out: no prompt of at most 20 tokens" in said
-    assert "2 prompts are all there are, of 64 asked" in said
+    assert "2 prompts are all there are, of 64" in said
     assert said.count("+0.0 % [+0.00, +0.00]") == 2  # over itself
     assert said.count("survival") == 4 and said.count("mean of tasks") == 4
     figures = read_summary(tmp_path / "b")["al"]

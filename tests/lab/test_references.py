@@ -1,0 +1,197 @@
+"""References in parts, made here and by a server. `pytest tests/lab/test_references.py`"""
+
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from hf import load_tokenizer
+from lab import references
+from small import ROOT, free_port, run
+from support.data import References, load_corpus
+from support.prepare import write_references
+from target import Target
+from train import TrainConfig
+
+SMALL = dict(num_references=7, prompt_length=10, response_length=20, part=3)
+
+
+def config_for(folders, tmp_path, **changes) -> references.Config:
+    values = dict(target=str(folders / "target"), out=str(tmp_path / "r"))
+    return references.Config(**values, **SMALL | changes)
+
+
+def written_at_once(folders, tmp_path, corpus: str = "", **changes) -> References:
+    """The references that train.py writes with the same flags."""
+    target = Target.from_pretrained(folders / "target")
+    tokenizer = load_tokenizer(folders / "target")
+    values = {k: v for k, v in (SMALL | changes).items() if k != "part"}
+    config = TrainConfig(corpus=corpus, **values)
+    path = tmp_path / "whole.safetensors"
+    return write_references(config, target, tokenizer, load_corpus(corpus or None), path)
+
+
+def are_equal(one: References, other: References) -> bool:
+    return torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+
+
+def test_parts_are_what_is_written_in_one_go_and_are_not_written_twice(
+    folders, tmp_path, monkeypatch
+):
+    config = config_for(folders, tmp_path)
+    calls, generate = [], references.generate
+
+    def counted(target, drafter, prompts, *args, **options):
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(target, drafter, prompts, *args, **options)
+
+    monkeypatch.setattr(references, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):  # two parts of three are kept
+        references.run(config)
+    references.run(config)
+    assert calls == [3, 3, 1, 1]
+    in_parts = References.load(tmp_path / "r/references.safetensors")
+    assert are_equal(in_parts, written_at_once(folders, tmp_path))
+    with pytest.raises(ValueError, match="seed"):
+        references.run(dataclasses.replace(config, seed=1))
+
+
+def test_prompts_of_one_length_are_written_together_and_kept_in_their_order(
+    folders, tmp_path, monkeypatch
+):
+    corpus = tmp_path / "prompts.jsonl"  # half of the lines are held out
+    corpus.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in range(20, 0, -1)))
+    changes = dict(corpus=str(corpus), prompt_length=44)
+    lengths, generate = [], references.generate
+
+    def watched(target, drafter, prompts, *args, **options):
+        lengths.extend(len(prompt) for prompt in prompts)
+        return generate(target, drafter, prompts, *args, **options)
+
+    monkeypatch.setattr(references, "generate", watched)
+    references.run(config_for(folders, tmp_path, **changes))
+    assert lengths == sorted(lengths) and len(set(lengths)) > 4
+    in_parts = References.load(tmp_path / "r/references.safetensors")
+    assert are_equal(in_parts, written_at_once(folders, tmp_path, **changes))
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_references(folders, tmp_path):
+    flags = [x for name, value in SMALL.items() for x in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--target", folders / "target"]
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
+    for out, start in (("one", ()), ("two", torchrun)):
+        command = (*start, "-m", "lab", "references", *flags, "--out", tmp_path / out)
+        made = run(*command, cwd=ROOT)
+        assert made.returncode == 0, made.stderr
+        assert json.loads((tmp_path / out / "summary.json").read_text())["references"]["prompts"]
+    paths = [tmp_path / out / "references.safetensors" for out in ("one", "two")]
+    assert are_equal(*map(References.load, paths))
+
+
+# ---------------------------------------------------------------------------------------- a server
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """A server that answers every prompt with its own tokens in reverse."""
+
+    mood = "ids"
+    bodies = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send({"data": [{"id": "fake"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        FakeServer.bodies.append(body)
+        ids = body["prompt"][::-1][:5]
+        choice = {"text": bytes(ids).decode("latin-1"), "finish_reason": "stop"}
+        usage = {"completion_tokens": 6}
+        if self.mood == "ids":
+            choice["token_ids"] = ids
+        if self.mood == "other model":
+            choice["token_ids"] = [9999]
+        if self.mood == "text, one off" and body["seed"] % 2:
+            usage = {"completion_tokens": 9}
+        if self.mood == "nonsense":
+            return self.send({"answer": 42})
+        if self.mood == "html":
+            return self.send(None, b"<html>welcome</html>")
+        if self.mood == "refusing":
+            return self.send({"error": "no such model"}, code=404)
+        if self.mood == "busy at first" and len(FakeServer.bodies) < 3:
+            return self.send({"error": "busy"}, code=503)
+        self.send({"choices": [choice], "usage": usage})
+
+    def send(self, value, raw=None, code=200):
+        raw = raw or json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(references.time, "sleep", lambda _: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        FakeServer.bodies.clear()
+        yield f"http://127.0.0.1:{listener.server_port}/v1"
+        listener.shutdown()
+
+
+@pytest.mark.parametrize("mood", ["ids", "text", "text, one off", "busy at first"])
+def test_a_server_writes_them(folders, tmp_path, server, mood, monkeypatch):
+    monkeypatch.setattr(FakeServer, "mood", mood)
+    figures = references.run(config_for(folders, tmp_path, api=server))
+    made = References.load(tmp_path / "r/references.safetensors", {"target": 123})  # not known
+    assert {body["model"] for body in FakeServer.bodies} == {"fake"}
+    assert figures["not_told_back"] == (3 if mood == "text, one off" else 0)
+    stop = load_tokenizer(folders / "target").stop_ids[0]
+    for row, length, prompt_length in zip(made.tokens, made.lengths, made.prompt_lengths):
+        prompt, response = row[:prompt_length].tolist(), row[prompt_length:length].tolist()
+        assert len(prompt) == 10 and response == [*prompt[::-1][:5], stop]
+    assert len(made.lengths) == 7 - figures["not_told_back"]
+
+
+@pytest.mark.parametrize(
+    "mood, word",
+    [
+        ("nonsense", "without 'choices'"),
+        ("html", "not answered"),
+        ("refusing", "404"),
+        ("other model", "same model"),
+    ],
+)
+def test_a_server_that_will_not_ends_in_one_line_and_keeps_what_is_there(
+    folders, tmp_path, server, mood, word, monkeypatch
+):
+    config = config_for(folders, tmp_path, api=server)
+    references.run(config)
+    part = tmp_path / "r/parts/000001.json"
+    part.unlink()
+    monkeypatch.setattr(FakeServer, "mood", mood)
+    with pytest.raises(ValueError, match=word):
+        references.run(config)
+    assert (tmp_path / "r/parts/000000.json").is_file() and not part.exists()
+    monkeypatch.setattr(FakeServer, "mood", "ids")
+    references.run(config)
+    assert part.is_file()
+
+
+def test_no_server_is_one_line(lab, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(references.time, "sleep", lambda _: None)
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    flags = ("--target", folders / "target", "--api", url, "--out", tmp_path)
+    code, _, error = lab("references", *flags)
+    assert code == 2 and len(error.strip().splitlines()) == 1, error
+    assert "refused" in error
