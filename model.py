@@ -211,7 +211,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     R = cos.shape[-1]
     turning = x[..., :R].float()
     left, right = turning.chunk(2, -1)
-    turned = torch.addcmul(turning * cos, torch.cat([-right, left], -1), sin).to(x.dtype)
+    quarter_turned = torch.cat([-right, left], -1)
+    turned = torch.addcmul(turning * cos, quarter_turned, sin).to(x.dtype)  # + quarter_turned * sin
     return turned if R == x.shape[-1] else torch.cat([turned, x[..., R:]], -1)
 
 
@@ -236,18 +237,18 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     Each key head serves H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
     B, N, H, D = q.shape
     k, v = kv.unbind(2)  # (B, T, H_kv, D)
-    num_key_heads = k.shape[2]
+    H_kv = k.shape[2]
     if N == 1:  # the queries of a key head stand as tokens: several times as fast on a CPU
-        q = q.view(B, num_key_heads, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
-    elif mask is not None and q.is_cuda:  # no fused kernel takes both a mask and groups of heads
-        k = k.repeat_interleave(H // num_key_heads, 2)
-        v = v.repeat_interleave(H // num_key_heads, 2)
+        q = q.view(B, H_kv, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
+    elif mask is not None and q.is_cuda and H_kv < H:  # no fused kernel takes a mask and groups
+        k = k.repeat_interleave(H // H_kv, 2)
+        v = v.repeat_interleave(H // H_kv, 2)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, N, D) inside the call only
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=mask is None and N > 1,
+        is_causal=mask is None and bool(N > 1),  # bool: torch.compile may make N a symbol
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.reshape(B, 1, H, D) if N == 1 else out.transpose(1, 2)
@@ -265,18 +266,18 @@ def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, max_visible: int) ->
     """`attention` where each query sees at most max_visible slots: only these are read, however
     long the text is."""
     B, N, H, D = q.shape
-    num_key_heads = kv.shape[3]
-    at_once = max(1, GATHERED_KEYS // (B * max_visible))
+    H_kv = kv.shape[3]
+    at_once = max(1, GATHERED_KEYS // (B * max_visible))  # tokens
     outputs = []
     for start in range(0, N, at_once):
-        queries = q[:, start : start + at_once].unflatten(2, (num_key_heads, -1)).float()
+        queries = q[:, start : start + at_once].unflatten(2, (H_kv, -1)).float()
         part = mask[:, 0, start : start + at_once].to(torch.uint8)  # (B, n, T)
         visible, slots = part.topk(max_visible, -1)  # (B, n, S), S = max_visible
         entries = gather_slots(kv, slots.flatten(1)).unflatten(1, slots.shape[1:])
-        k, v = entries.float().unbind(3)  # (B, n, S, H_kv, D)
-        scores = torch.einsum("bnkgd,bnskd->bnkgs", queries, k) * D**-0.5
+        k, v = entries.unbind(3)  # (B, n, S, H_kv, D)
+        scores = torch.einsum("bnkgd,bnskd->bnkgs", queries, k.float()) * D**-0.5
         scores = scores.masked_fill(visible[:, :, None, None] == 0, -1e30)
-        outputs.append(torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v))
+        outputs.append(torch.einsum("bnkgs,bnskd->bnkgd", scores.softmax(-1), v.float()))
     return torch.cat(outputs, 1).flatten(2, 3).to(q.dtype)
 
 
@@ -297,8 +298,8 @@ def short_conv(
 
 
 def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
-    """The ends of blocks of r positions, for sparse attention: packed indices (M,), and which of
-    them end a complete block of whose history (B,N,M).
+    """The blocks of r positions, for sparse attention: the packed index (M,) of the token that ends
+    each, and whether a token's history (B,N,M) holds the whole block.
 
     A block wholly on the trunk ends on the trunk and is shared. A block that straddles an anchor or
     lies inside a branch ends at a node, and only that node and its descendants have it (paper:
@@ -330,8 +331,8 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 
 def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
-    """The tokens (B,1,N,T+N) of the chosen blocks (B,N,M), numbered as in `block_ends`, and of the
-    incomplete last block of each history."""
+    """The mask (B,1,N,T+N) of the tokens in the chosen blocks (B,N,M), in the order of
+    `block_ends`, and in the incomplete last block of each history."""
     B, N, M = chosen.shape
     T = view.num_trunk_slots
     is_tree = view.groups is not None
@@ -421,9 +422,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
         normed = config.model_type != "llama"
-        eps, centred = config.rms_norm_eps, config.hybrid
-        self.q_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
-        self.k_norm = RMSNorm(D, eps, centred) if normed else nn.Identity()
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(D, eps, config.hybrid) if normed else nn.Identity()
+        self.k_norm = RMSNorm(D, eps, config.hybrid) if normed else nn.Identity()
         self.indexer = Indexer(config) if config.streams else None
 
     def keys_values(self, x: Tensor, rope) -> Tensor:
@@ -478,12 +479,9 @@ class Indexer(nn.Module):
         self.q_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
         self.k_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
 
-    def raw_keys(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
-
     def keys(self, x: Tensor, view: View, past: dict | None) -> dict:
         """x (B,N,C) -> raw and block keys (B,N,D)."""
-        raw = self.raw_keys(x)
+        raw = F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
         older = past and past["raw"]
         mean = 0
         for depth in range(self.ratio):
@@ -510,23 +508,6 @@ class Indexer(nn.Module):
         chosen = highest(scores.masked_fill(~is_complete, -torch.inf), self.num_blocks)
         return block_mask(chosen, view, self.ratio)
 
-    def visible_slowly(self, x: Tensor, rope, t: int) -> set[int]:
-        """The twin of the above, block by block: the positions that token t of a text x (1,N,C)
-        attends to. rope covers the whole text."""
-        r = self.ratio
-        q = self.queries(x, rope)[0, t].float()  # (H, D)
-        raw = self.raw_keys(x[0])
-        complete = range(0, (t + 1) // r * r, r)  # where complete blocks start
-        scores = []
-        for start in complete:
-            key = self.k_layernorm(raw[start : start + r].float().mean(0).to(x.dtype))
-            key = rotate(key[None, None, None], tuple(part[:, start : start + 1] for part in rope))
-            score = (q @ key[0, 0, 0].float()).relu().sum() / math.sqrt(self.head_dim)
-            scores.append((-score.item(), start))
-        best = sorted(scores)[: self.num_blocks]
-        chosen = {start + i for _, start in best for i in range(r)}
-        return chosen | set(range(len(complete) * r, t + 1))
-
 
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule (replay.py), behind a short convolution, with a
@@ -546,7 +527,8 @@ class GatedDeltaNet(nn.Module):
         self.eps = config.rms_norm_eps
         sigmoid_gate = config.streams and config.output_gate_type == "sigmoid"
         self.gate = torch.sigmoid if sigmoid_gate else F.silu
-        channels, kernel = sum(self.sizes), config.linear_conv_kernel_dim
+        channels = sum(self.sizes)
+        kernel = config.linear_conv_kernel_dim
         self.in_proj_qkv = nn.Linear(C, channels, bias=False)
         self.in_proj_z = nn.Linear(C, H * D_v, bias=False)
         self.in_proj_b = nn.Linear(C, H, bias=False)
@@ -707,7 +689,8 @@ class NGramLayer(nn.Module):
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         wide = config.num_streams * config.hidden_size
-        kernel, eps = config.ple_conv_kernel_size, config.rms_norm_eps
+        kernel = config.ple_conv_kernel_size
+        eps = config.rms_norm_eps
         self.streams = config.num_streams
         self.size = config.ngram_size
         self.stop_id = config.eos_token_id
@@ -761,11 +744,6 @@ class HyperConnection(nn.Module):
         self.input_mix_weight_up = nn.Linear(config.hc_lowrank, wide, bias=False)
         self.block_inject_weight = nn.Linear(wide, self.streams, bias=False) if writes else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B,N,streams*C) -> the mixed input (B,N,C)."""
-        mixed, _ = self.read(x)
-        return mixed
-
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B,N,streams*C) -> the mixed input (B,N,C), and the normed streams for `write`."""
         normed = self.hc_norm(x)
@@ -802,9 +780,9 @@ class DecoderLayer(Layer):
 
     def __init__(self, config: ModelConfig, index: int = 0):
         super().__init__(config, index)
-        C, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(C, eps, config.hybrid)
-        self.post_attention_layernorm = RMSNorm(C, eps, config.hybrid)
+        norm = (config.hidden_size, config.rms_norm_eps, config.hybrid)
+        self.input_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
@@ -875,7 +853,7 @@ class Decoder(nn.Module):
             x, state, layer_input = layer(x, rope, view, past[index] if past else None, tokens)
             states.append(state)
             inputs.append(layer_input if index - 1 in tap_ids else None)
-        hidden = self.hyper_connection_mixer(x) if self.config.streams else self.norm(x)
+        hidden = self.hyper_connection_mixer.read(x)[0] if self.config.streams else self.norm(x)
         inputs.append(hidden if self.config.streams else x)
         taps = torch.cat([inputs[i + 1] for i in tap_ids], -1) if tap_ids else None
         return hidden, taps, states
@@ -924,19 +902,14 @@ def main():
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
     config = ModelConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     decoder = Decoder(config).apply(init_weights)
-    print("\n2. The same token at positions 0, 1, 2 has keys of one length, turned (rotary):\n")
-    rope = rotary(torch.arange(3)[None], config.head_dim, config.rope_theta)
-    kv = decoder.layers[0].self_attn.keys_values(torch.ones(1, 3, 8), rope)  # (1, 3, 2, 1, 4)
-    for position, key in enumerate(kv[0, :, 0, 0]):
-        print(f"   {position}: {rounded(key.tolist())}  length {key.norm():.4f}")
-    print("\n3. A decoder of one layer, tensor by tensor (Hugging Face's names):\n")
+    print("\n2. A decoder of one layer, tensor by tensor (Hugging Face's names):\n")
     for name, tensor in decoder.named_parameters():
         print(f"   {name:40s} {tuple(tensor.shape)}")
     tokens = torch.tensor([[1, 2, 3, 4]])
     whole, _, _ = decoder(tokens, causal_view(1, 4))
     _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
     cached, _, _ = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)
-    print("\n4. The final hidden state of token 3, run with tokens 0..2, and run on their state:\n")
+    print("\n3. The final hidden state of token 3, run with tokens 0..2, and run on their state:\n")
     print(f"   {rounded(whole[0, 3].tolist())}")
     print(f"   {rounded(cached[0, 0].tolist())}")
     print(f"   largest difference {(whole[0, 3] - cached[0, 0]).abs().max().item():.1e}")

@@ -253,28 +253,18 @@ def tree_blocks(
     """SpecOPD: branches drawn at all anchors (B,A) at once, scored as one tree."""
     W = drafter.config.num_draft_tokens
     with objective_of(config, drafter).autocast(anchors.device):
-        proposal = drafter.propose(
-            trunk,
-            anchors,
-            config.num_branches,
-            Sampling(config.branch_temperature),
-            uniforms=uniforms,
-            num_greedy=config.num_greedy,
-        )
+        sampling = Sampling(config.branch_temperature)
+        how = dict(uniforms=uniforms, num_greedy=config.num_greedy)
+        proposal = drafter.propose(trunk, anchors, config.num_branches, sampling, **how)
     valid = until_stop(proposal.tokens, stop_ids) & (anchors >= 0)[..., None, None]
     branches = torch.where(valid, proposal.tokens, -1)  # (B, A, K, W)
     tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches, config.merge)
     p_hidden = drafter.target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
     unmerged = (valid.sum(-1) - 1).clamp(min=0).sum()
-    return Blocks(
-        trunk.for_drafter(),
-        anchors,
-        proposal.tokens,
-        valid,
-        p_hidden,
-        hidden=proposal.hidden if proposal.hidden.requires_grad else None,
-        counts={"nodes": tree.valid.sum(), "unmerged": unmerged},
-    )
+    counts = {"nodes": tree.valid.sum(), "unmerged": unmerged}
+    hidden = proposal.hidden if proposal.hidden.requires_grad else None
+    tokens = proposal.tokens
+    return Blocks(trunk.for_drafter(), anchors, tokens, valid, p_hidden, hidden, counts)
 
 
 @dataclass
@@ -315,30 +305,15 @@ class Recorder:
 
 
 def rollout_blocks(
-    drafter: Drafter,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stop_ids,
-    prompt_ids: list[int] | None = None,
+    drafter: Drafter, prompts, max_new_tokens: int, sampling, seed: int, stop_ids, prompt_ids=None
 ) -> Blocks:
     """Sequential: every block that the current drafter proposes while it really decodes, with the
     target's distributions of that very verification."""
     W = drafter.config.num_draft_tokens
     recorder = Recorder(max(map(len, prompts)) + max_new_tokens + W + 1)
-    results = generate(
-        drafter.target,
-        drafter,
-        prompts,
-        max_new_tokens,
-        sampling,
-        seed,
-        stop_ids,
-        batch_size=len(prompts),
-        watch=recorder,
-        prompt_ids=prompt_ids,
-    )
+    how = dict(batch_size=len(prompts), watch=recorder, prompt_ids=prompt_ids)
+    request = (prompts, max_new_tokens, sampling, seed, stop_ids)
+    results = generate(drafter.target, drafter, *request, **how)
     if not recorder.rounds:
         recorder.no_round(W)
     device = recorder.taps.device
@@ -639,12 +614,11 @@ def story(config: TrainConfig, out: Path) -> None:
     for name, run in runs.items():
         totals[name] = trained(run, out / name, target, tokenizer, measure, lambda: trunks)
         drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
-    lengths = {}
+    lengths = {name: {} for name in drafters}
     for name, drafter in drafters.items():
         share = QUICK_SHARE if name == "fresh" else 1.0  # a round for every token: slow, about 1
-        lengths[name] = {
-            t: measure(target, drafter, t, share, f"AL of {name}") for t in TEMPERATURES
-        }
+        for t in TEMPERATURES:
+            lengths[name][t] = measure(target, drafter, t, share, f"AL of {name}")
     speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
     report(config, out, lengths, totals, speeds, time.perf_counter() - begin)
 

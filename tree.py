@@ -27,8 +27,6 @@ from torch import Tensor
 
 MAX_GROUP = 64  # about so many nodes of one root are solved for together (replay.py)
 
-# ------------------------------------------------------------------ what a layer knows of the past
-
 
 @dataclass
 class View:
@@ -86,9 +84,6 @@ def causal_view(
     positions = torch.arange(T, T + N, device=device).expand(B, N)
     mask = causal_mask(T, N, device) if T else None
     return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
-
-
-# ------------------------------------------------------------------ reading and writing by position
 
 
 def gather_slots(values: Tensor, index: Tensor) -> Tensor:
@@ -190,11 +185,8 @@ def build_tree(
     """
     B, A, K, W = branches.shape
     if tokens.dim() != 2 or anchors.shape != (B, A) or lengths.shape != (B,):
-        raise ValueError(
-            f"tokens {tuple(tokens.shape)}, lengths {tuple(lengths.shape)}, "
-            f"anchors {tuple(anchors.shape)} and branches {tuple(branches.shape)} do not fit "
-            "(B,T), (B,), (B,A), (B,A,K,W)"
-        )
+        shapes = [tuple(t.shape) for t in (tokens, lengths, anchors, branches)]
+        raise ValueError(f"shapes {shapes} do not fit (B,T), (B,), (B,A), (B,A,K,W)")
     T = tokens.shape[1]
     chains, ends, usable = _chains(tokens, anchors, branches, include_anchor)
     if merge:

@@ -74,12 +74,6 @@ FAMILY_FIELDS = {  # all fields that a family's file has
     ),
 }
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-NEEDED_BY_FAMILY = {  # without these a file is refused; the others have defaults
-    "llama": (*NEEDED, "intermediate_size"),
-    "qwen3": (*NEEDED, "intermediate_size"),
-    "qwen3_5_text": (*NEEDED, "intermediate_size"),
-    "qwen4_exp_text": (*NEEDED, *INDEXER_FIELDS),
-}
 IMPLEMENTED_VALUES = {  # keys that change the arithmetic, with the values that leave it unchanged
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -101,7 +95,8 @@ def model_fields(config_dict: dict, source: str) -> dict:
     fields = {name: config_dict[name] for name in names if config_dict.get(name) is not None}
     fields["model_type"] = model_type
     fields |= _rope_fields(model_type, config_dict, source)
-    missing = [name for name in NEEDED_BY_FAMILY[model_type] if name not in fields]
+    needed = NEEDED + (INDEXER_FIELDS if model_type == "qwen4_exp_text" else ("intermediate_size",))
+    missing = [name for name in needed if name not in fields]
     if missing:
         raise ValueError(f"{source}: lacks {', '.join(missing)}")
     if model_type in HYBRID:
@@ -131,23 +126,17 @@ def config_json(fields: dict) -> dict:
 
 def _check_kinds(config_dict: dict, source: str) -> None:
     """Check the values that are words, lists or blocks, and the stop ids."""
-    kinds = {
-        "model_type": str,
-        "layer_types": list,
-        "ple_layer_ids": list,
-        "rope_parameters": dict,
-        "rope_scaling": dict,
-        "quantization_config": dict,
-        "text_config": dict,
-    }
+    blocks = ("rope_parameters", "rope_scaling", "quantization_config", "text_config")
+    kinds = {"model_type": str, "layer_types": list, "ple_layer_ids": list}
     item_kinds = {"layer_types": str, "ple_layer_ids": int}
-    for name, kind in kinds.items():
+    for name, kind in (kinds | dict.fromkeys(blocks, dict)).items():
         value = config_dict.get(name)
         if value is None:
             continue
-        items = value if kind is list and isinstance(value, list) else ()
-        item_kind = item_kinds.get(name, object)
-        if not isinstance(value, kind) or not all(isinstance(item, item_kind) for item in items):
+        fits = isinstance(value, kind)
+        if fits and name in item_kinds:
+            fits = all(isinstance(item, item_kinds[name]) for item in value)
+        if not fits:
             raise ValueError(f"{source}: {name} is {value!r}, of the wrong kind")
     stop_ids = config_dict.get("eos_token_id")
     as_list = stop_ids if isinstance(stop_ids, list) else [stop_ids]

@@ -4,11 +4,10 @@ Times are medians over repeats after a warm-up, with the lowest and the highest.
 compared runs in one process on the same weights, and where it can in turn.
 """
 
-import inspect
 import statistics
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,38 +128,40 @@ def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
     return {"median": statistics.median_high(times), "low": min(times), "high": max(times)}
 
 
-class StageTimer:
-    """Notes when chosen functions run, by the interpreter's profile hook; changes none of them.
-
-    stages: {label: function}. `spans` holds (label, begin, end), in the order in which calls end.
-    On a GPU each call is waited for. A stage inside another counts in both.
+class StageClock:
+    """Times calls: clock("score", function, *arguments). `spans` holds (stage, begin, end), in the
+    order in which calls end; a stage inside another counts in both. On a GPU calls are waited for.
     """
 
-    def __init__(self, stages: dict):
-        self.labels = {inspect.unwrap(f).__code__: label for label, f in stages.items()}
-        self.begins, self.spans = [], []
+    def __init__(self):
+        self.spans = []
 
-    def __enter__(self):
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def _note(self, frame, event: str, _) -> None:
-        label = self.labels.get(frame.f_code)
-        if label and event == "call":
-            self.begins.append(time.perf_counter())
-        elif label and event == "return":
-            wait()
-            self.spans.append((label, self.begins.pop(), time.perf_counter()))
+    def __call__(self, stage: str, function, *arguments, **options):
+        begin = time.perf_counter()
+        result = function(*arguments, **options)
+        wait()
+        self.spans.append((stage, begin, time.perf_counter()))
+        return result
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by label, in the order of the first ends."""
+        """Seconds by stage, in the order of the first ends."""
         sums = {}
-        for label, begin, end in self.spans:
-            sums[label] = sums.get(label, 0.0) + end - begin
+        for stage, begin, end in self.spans:
+            sums[stage] = sums.get(stage, 0.0) + end - begin
         return sums
+
+
+class TimedMethods:
+    """Stands for an object and times some of its methods; stages: {method: stage}."""
+
+    def __init__(self, original, clock: StageClock, stages: dict):
+        self.original = original
+        self.clock = clock
+        self.stages = stages
+
+    def __getattr__(self, name: str):
+        value = getattr(self.original, name)
+        return partial(self.clock, self.stages[name], value) if name in self.stages else value
 
 
 # -------------------------------------------------------------------------------------- pictures

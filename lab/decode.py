@@ -13,20 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from hf import load_tokenizer
-from lab.common import LabConfig, StageTimer, held_out_prompts, open_drafter, open_target, require
-from serve import Batch, generate
+from lab.common import LabConfig, StageClock, held_out_prompts, open_drafter, open_target, require
+from serve import Batch, Options
 from support.flags import flag
 from support.measure import Measure, decoding_speed
-from target import Target
 
-STAGES = {
-    "draft": Batch.draft,
-    "score": Batch.score,
-    "verify": Batch.verify,
-    "commit": Batch.commit,
-    "retire": Batch.retire,
-    "prefill": Target.prefill,
-}
 NUM_WATCHED = 4  # prompts decoded with the stages timed
 
 
@@ -38,19 +29,24 @@ class Config(LabConfig):
     max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
 
 
+@torch.inference_mode()
 def stage_shares(target, drafter, measure: Measure) -> dict:
     """The share of each stage, and the milliseconds of a round."""
-    num_rounds = 0
-    with StageTimer(STAGES) as timer:
-        begin = time.perf_counter()
-        for prompt in measure.prompts[:NUM_WATCHED]:
-            (result,) = generate(
-                target, drafter, [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids
-            )
-            num_rounds += result.num_rounds
-        seconds = time.perf_counter() - begin
-    shares = {stage: value / seconds for stage, value in timer.seconds().items()}
-    shares["rest"] = 1 - sum(shares.values())
+    clock, num_rounds = StageClock(), 0
+    options = Options(measure.max_new_tokens, stop_ids=frozenset(measure.stop_ids))
+    begin = time.perf_counter()
+    for prompt in measure.prompts[:NUM_WATCHED]:
+        batch = clock("prefill", Batch, target, drafter, [prompt], [0], options)
+        while batch.alive:  # Batch.round, stage by stage
+            batch.num_rounds += 1
+            drafts, q = clock("draft", batch.draft)
+            tree, scored = clock("score", batch.score, drafts)
+            num_accepted, token = clock("verify", batch.verify, drafts, q, scored)
+            clock("commit", batch.commit, drafts, tree, scored, num_accepted, token)
+            clock("retire", batch.retire, drafts, tree, num_accepted)
+        num_rounds += batch.num_rounds
+    seconds = time.perf_counter() - begin
+    shares = {stage: value / seconds for stage, value in clock.seconds().items()}
     return shares | {"ms_per_round": 1e3 * seconds / num_rounds}
 
 

@@ -8,6 +8,7 @@ above says how fast decoding could be at best: one row through every matrix once
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,33 +38,10 @@ def open_transformers(config: Config, dtype):
     return model.to(config.device)
 
 
-def decoding_pair(config: Config, ours, theirs, prompts) -> tuple:
-    """Greedy decoding of some prompts (B,T) by both -> two functions."""
-    num_new = config.max_new_tokens
-    options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(prompts)
-    return (
-        lambda: generate(ours, None, prompts.tolist(), num_new),
-        lambda: theirs.generate(prompts, attention_mask=mask, **options),
-    )
-
-
-def prefill_pair(ours, theirs, prompt) -> tuple:
-    """Logits behind one prompt (1,T) by both -> two functions."""
-    lengths = torch.tensor([prompt.shape[1]], device=prompt.device)
-    return (
-        lambda: ours.head(ours.prefill(prompt, lengths, 64, ()).hidden[:, -1:]),
-        lambda: theirs(prompt, use_cache=True, logits_to_keep=1),
-    )
-
-
 def fastest_round(ours, repeats: int) -> float:
     """Seconds of one row through every matrix once."""
     matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
-    dtype = ours.lm_head.weight.dtype
-    device = ours.lm_head.weight.device
-    rows = {m.in_features: torch.randn(1, 1, m.in_features, dtype=dtype) for m in matrices}
-    rows = {size: row.to(device) for size, row in rows.items()}
+    rows = {m.in_features: m.weight.new_ones(1, 1, m.in_features) for m in matrices}
     with single_row_kernel(1, matrices[0].weight):
         return median_time(lambda: [m(rows[m.in_features]) for m in matrices], repeats)["low"]
 
@@ -85,15 +63,26 @@ def run(config: Config) -> dict:
         f"{dtype}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} "
         f"[median]\nevery matrix once against one row: {1 / floor:.1f}"
     )
-    T = config.trunk_length
+    num_new, T = config.max_new_tokens, config.trunk_length
+    options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
+    row = random_ids(1, config.prompt_length)
+    rows = random_ids(8, config.prompt_length)
+    text = random_ids(1, T)
+    lengths = torch.tensor([T], device=config.device)
     pairs = {}
-    for B in (1, 8):
-        prompts = random_ids(B, config.prompt_length)
-        pair = decoding_pair(config, ours, theirs, prompts)
-        pairs[f"decode, {B} row{'s' * (B > 1)}"] = pair, B * config.max_new_tokens
-    pairs[f"prefill of {T:,}"] = prefill_pair(ours, theirs, random_ids(1, T)), T
+    for name, prompts in (("decode, 1 row", row), ("decode, 8 rows", rows)):
+        pairs[name] = (
+            len(prompts) * num_new,
+            partial(generate, ours, None, prompts.tolist(), num_new),
+            partial(theirs.generate, prompts, attention_mask=torch.ones_like(prompts), **options),
+        )
+    pairs[f"prefill of {T:,}"] = (
+        T,
+        lambda: ours.head(ours.prefill(text, lengths, 64, ()).hidden[:, -1:]),
+        lambda: theirs(text, use_cache=True, logits_to_keep=1),
+    )
     figures = {"dtype": str(dtype)}
-    for name, (pair, num_tokens) in pairs.items():
+    for name, (num_tokens, *pair) in pairs.items():
         seconds = [[timed(function) for function in pair] for _ in range(config.repeats + 1)]
         columns = list(zip(*seconds[1:]))  # the first repeat warms up
         best = [num_tokens / min(column) for column in columns]

@@ -134,16 +134,6 @@ def draw_survival(plot, path: Path, name: str, study: dict) -> str:
     return save_picture(plot, figure, path)
 
 
-def draw_bars(plot, path: Path, values: dict, title: str) -> str:
-    figure, axis = plot.subplots(figsize=(8, 0.5 + 0.4 * len(values)))
-    bars = axis.barh(list(values), list(values.values()))
-    axis.bar_label(bars, fmt="{:,.1f}", padding=3)
-    axis.invert_yaxis()
-    axis.set_title(title)
-    axis.margins(x=0.12)
-    return save_picture(plot, figure, path)
-
-
 def draw_timelines(plot, path: Path, rows: dict, names: list) -> str:
     """The stages of one update over time, a line for each workflow, on one scale."""
     figure, axes = plot.subplots(len(names), 1, figsize=(12, 1.5 * len(names)), sharex=True)
@@ -207,10 +197,8 @@ def throughput_section(title: str, figures: dict, out: Path, plot) -> list[str]:
             f"| {row['tokens_per_s']:,.0f} | {shares} |"
         )
     if plot:
-        speeds = {name: row["tokens_per_s"] for name, row in rows.items()}
-        bars = draw_bars(plot, out / f"{title}-throughput.png", speeds, "supervised tokens/s")
         shown = ["rollouts, 8 at once", figures["best"]]
-        lines += ["", bars, "", draw_timelines(plot, out / f"{title}-timelines.png", rows, shown)]
+        lines += ["", draw_timelines(plot, out / f"{title}-timelines.png", rows, shown)]
     return [*lines, ""]
 
 

@@ -10,30 +10,36 @@ second, supervised tokens per update, their product, and the share of each stage
 
 import statistics
 import time
+from functools import partial
 
 import torch
 
-import loss
-import support.optim
-import train
-from drafter import Drafter
-from lab.common import StageTimer
+from lab.common import StageClock, TimedMethods, wait
 from lab.workflows import BothWaysConfig as Config
 from lab.workflows import Workflows
+from support.optim import optimizer_step
 from support.prepare import Trunks
-from target import Target
-from train import TrainConfig
+from train import Step, TrainConfig, gradient, next_batch
 
-STAGES = {
-    "decode": train.rollout_blocks,
-    "prefill": Trunks.__call__,
-    "sample": Drafter.propose,
-    "score": Target.score,
-    "loss": loss.chunked,
-    "backward": torch.Tensor.backward,
-    "update": support.optim.optimizer_step,
-}
 INSIDE_DECODE = ("sample", "score", "prefill")
+
+
+def watch_step(workflows: Workflows, way: TrainConfig, number: int) -> StageClock:
+    """Make a training step as `Workflows.step` does, and time its stages."""
+    clock = StageClock()
+    target = TimedMethods(workflows.trunks.target, clock, {"prefill": "prefill", "score": "score"})
+    drafter = TimedMethods(workflows.drafter, clock, {"propose": "sample"})
+    drafter.target = target
+    trunks = Trunks(target, workflows.trunks.references, workflows.trunks.tap_ids, cache_gib=0.0)
+    batch = partial(next_batch, way, drafter, trunks, number, ())
+    parts = clock("decode", batch) if way.mode == "rollout" else batch()
+    loss = partial(clock, "loss", Step(way, workflows.drafter))
+    gradient(way, loss, workflows.drafter, parts)
+    wait()
+    _, _, loss_end = clock.spans[-1]
+    clock.spans.append(("backward", loss_end, time.perf_counter()))
+    clock("update", optimizer_step, workflows.optimizers)
+    return clock
 
 
 def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
@@ -45,10 +51,10 @@ def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
     steps = [workflows.timed_step(way, 1 + number) for number in range(config.repeats)]
     tokens = statistics.mean(count for count, _ in steps)
     seconds = statistics.median(duration for _, duration in steps)
-    with StageTimer(STAGES) as timer:
-        begin = time.perf_counter()
-        _, watched = workflows.timed_step(way, 1 + config.repeats)
-    shares = {stage: value / watched for stage, value in timer.seconds().items()}
+    begin = time.perf_counter()
+    clock = watch_step(workflows, way, 1 + config.repeats)
+    watched = time.perf_counter() - begin
+    shares = {stage: value / watched for stage, value in clock.seconds().items()}
     if "decode" in shares:
         shares = {stage: x for stage, x in shares.items() if stage not in INSIDE_DECODE}
     row = {
@@ -56,7 +62,7 @@ def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
         "tokens_per_update": tokens,
         "tokens_per_s": tokens / seconds,
         "shares": shares,
-        "spans": [(stage, b - begin, e - begin) for stage, b, e in timer.spans],
+        "spans": [(stage, b - begin, e - begin) for stage, b, e in clock.spans],
         "seconds": [duration for _, duration in steps],
     }
     if on_gpu:

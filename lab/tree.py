@@ -26,7 +26,7 @@ from lab.common import (
     require,
 )
 from support.flags import flag
-from target import TOYS, Target
+from target import TOYS
 from tree import build_tree
 
 
@@ -43,89 +43,59 @@ class Config(LabConfig):
     patience: float = flag(30.0, "seconds after which a time is not repeated", low=0)
 
 
-@dataclass
-class Case:
-    """Branches at some anchors of one text, and the ways to score them."""
-
-    target: Target
-    tokens: Tensor  # (1, T)
-    anchors: Tensor  # (1, A)
-    branches: Tensor  # (1, A, K, W)
-
-    def __post_init__(self):
-        self.lengths = torch.tensor([self.tokens.shape[1]], device=self.tokens.device)
-        W = self.branches.shape[-1]
-        self.prefixes = [
-            torch.cat([self.tokens[0, : anchor + 1], branch[: W - 1]])[None]
-            for anchor, branches in zip(self.anchors[0].tolist(), self.branches[0])
-            for branch in branches
-        ]
-
-    def tree(self, merge: bool):
-        return build_tree(self.tokens, self.lengths, self.anchors, self.branches, merge)
-
-    def packed(self, merge: bool) -> Tensor:
-        """Logits (1,A,K,W,V) of all branches by one prefill and one pass over the tree."""
-        tree = self.tree(merge)
-        trunk = self.target.prefill(self.tokens, self.lengths)
-        scored = self.target.score(trunk, tree)
-        return self.target.head(scored.hidden[..., : self.branches.shape[-1], :])
-
-    def alone(self) -> None:
-        """Logits of the same positions by one run for each branch."""
-        W = self.branches.shape[-1]
-        for prefix in self.prefixes:
-            lengths = torch.tensor([prefix.shape[1]], device=prefix.device)
-            self.target.head(self.target.prefill(prefix, lengths, tap_ids=()).hidden[:, -W:])
-
-    def largest_gap(self) -> float:
-        """The largest difference of p between packed and alone, over some of the branches."""
-        W = self.branches.shape[-1]
-        p = self.packed(merge=True).softmax(-1)[0].flatten(0, 1)  # (A*K, W, V)
-        gaps = []
-        for number in range(0, len(p), max(1, len(p) // 16)):
-            p_alone = self.target(self.prefixes[number]).softmax(-1)[0, -W:]
-            gaps.append((p_alone - p[number]).abs().max().item())
-        return max(gaps)
-
-
-def make_case(config: Config, target, drafter: Drafter | None, tokens, num_anchors: int) -> Case:
-    """Hang branches at random anchors: the drafter's, or random tokens."""
-    anchors, generator = random_anchors(config, tokens.shape[1], num_anchors)
-    K = config.num_branches
-    if drafter:
-        lengths = torch.tensor([tokens.shape[1]], device=tokens.device)
-        trunk = target.prefill(tokens, lengths, tap_ids=drafter.config.target_layer_ids)
-        branches = drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
-    else:
-        shape = (1, num_anchors, K, config.num_draft_tokens)
+def draw_branches(config: Config, target, drafter: Drafter | None, tokens, anchors, generator):
+    """Branches (1,A,K,W) at anchors (1,A) of a text: the drafter's, or random tokens."""
+    K, W = config.num_branches, config.num_draft_tokens
+    if drafter is None:
+        shape = (1, anchors.shape[1], K, W)
         branches = torch.randint(0, target.num_tokens, shape, generator=generator)
-    return Case(target, tokens, anchors, branches.to(config.device))
+        return branches.to(config.device)
+    lengths = torch.tensor([tokens.shape[1]], device=tokens.device)
+    trunk = target.prefill(tokens, lengths, tap_ids=drafter.config.target_layer_ids)
+    return drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
 
 
-def measure_case(config: Config, case: Case) -> dict:
-    """Sizes, times and the gap of one case."""
-    trunk = case.target.prefill(case.tokens, case.lengths)
-    tree = case.tree(merge=False)
+def measure_case(config: Config, target, tokens, anchors, branches) -> dict:
+    """Sizes, times and the gap of p for branches (1,A,K,W) at anchors (1,A) of a text (1,T)."""
+    T, W = tokens.shape[1], branches.shape[-1]
+    lengths = torch.tensor([T], device=tokens.device)
+    rows = zip(anchors[0].repeat_interleave(config.num_branches), branches[0].flatten(0, 1))
+    prefixes = [torch.cat([tokens[0, : a + 1], branch[: W - 1]])[None] for a, branch in rows]
+
+    def grow(merge: bool):
+        return build_tree(tokens, lengths, anchors, branches, merge)
+
+    def packed(merge: bool) -> Tensor:
+        scored = target.score(target.prefill(tokens, lengths), grow(merge))
+        return target.head(scored.hidden[..., :W, :])
+
+    def alone() -> None:
+        for prefix in prefixes:
+            length = torch.tensor([prefix.shape[1]], device=prefix.device)
+            target.head(target.prefill(prefix, length, tap_ids=()).hidden[:, -W:])
+
+    trunk, tree = target.prefill(tokens, lengths), grow(merge=False)
     runs = {
-        "packed": lambda: case.packed(merge=False),
-        "merged": lambda: case.packed(merge=True),
-        "alone": case.alone,
-        "scoring": lambda: case.target.score(trunk, tree),
+        "packed": lambda: packed(merge=False),
+        "merged": lambda: packed(merge=True),
+        "alone": alone,
+        "scoring": lambda: target.score(trunk, tree),
     }
     times = {name: median_time(run, config.repeats, config.patience) for name, run in runs.items()}
-    tokens_alone = sum(prefix.shape[1] for prefix in case.prefixes)
-    ideal = tokens_alone / (case.tokens.shape[1] + tree.num_nodes)
-    speed = times["alone"]["median"] / times["packed"]["median"]
+    p = packed(merge=True).softmax(-1)[0].flatten(0, 1)  # (A*K, W, V)
+    some = range(0, len(prefixes), max(1, len(prefixes) // 16))  # branches whose p is compared
+    gaps = [(target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in some]
+    tokens_alone = sum(prefix.shape[1] for prefix in prefixes)
+    ideal = tokens_alone / (T + tree.num_nodes)
     return {
-        "trunk": case.tokens.shape[1],
-        "anchors": case.anchors.shape[1],
+        "trunk": T,
+        "anchors": anchors.shape[1],
         "nodes": tree.num_nodes,
-        "merged": case.tree(merge=True).num_nodes,
+        "merged": grow(merge=True).num_nodes,
         "alone": tokens_alone,
         "ideal": ideal,
-        "share": speed / ideal,
-        "gap": case.largest_gap(),
+        "share": times["alone"]["median"] / times["packed"]["median"] / ideal,
+        "gap": max(gaps),
         "times": times,
     }
 
@@ -168,7 +138,10 @@ def run(config: Config) -> dict:
     rows = []
     for T in config.trunk_length:
         for A in config.num_anchors:
-            rows.append(measure_case(config, make_case(config, target, drafter, text[:, :T], A)))
+            anchors, generator = random_anchors(config, T, A)
+            tokens = text[:, :T]
+            branches = draw_branches(config, target, drafter, tokens, anchors, generator)
+            rows.append(measure_case(config, target, tokens, anchors, branches))
             print_row(rows[-1])
         if len(config.num_anchors) > 2:
             line = scoring_line(rows[-len(config.num_anchors) :])

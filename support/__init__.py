@@ -1,0 +1,1 @@
+"""What any run needs and no lesson is about: flags, data, optimizers, processes, measuring."""

@@ -227,8 +227,8 @@ class References:
 
 
 def _check_made_with(metadata: dict, made_with: dict, path) -> None:
-    """Check how a references file was made. One made from a server's texts has no target's
-    weights on record (target None), and none are asked for."""
+    """Check how a references file was made. One that a server wrote records target None, because
+    nobody saw the weights: then any target may read it."""
     try:
         recorded = json.loads(metadata.get("made_with", "{}"))
     except ValueError:

@@ -127,15 +127,15 @@ def _add_flag(group, field) -> None:
 
 
 def _parser(config_class, description: str, presets, name) -> _Parser:
-    """A parser with a flag for each field, under the headings of the fields' groups."""
+    """A parser with a flag for each field; groups stand in --help as the class first names them."""
     style = argparse.RawDescriptionHelpFormatter
     parser = _Parser(name, description=description, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
     if presets:
         parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
     fields = dataclasses.fields(config_class)
-    titles = [*getattr(config_class, "GROUPS", ()), *(f.metadata["group"] for f in fields)]
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
+    titles = dict.fromkeys(field.metadata["group"] for field in fields)
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for field in fields:
         _add_flag(groups[field.metadata["group"]], field)
     return parser
@@ -158,8 +158,8 @@ def _read_config_file(path, config_class) -> dict:
 def parse_flags(config_class, description: str, argv=None, presets=None, name=None):
     """Read a config from the command line.
 
-    name: the command's name in messages, by default the file's. A config class may list its groups
-    in order (GROUPS), and may say RUNS_ELSEWHERE = True: then its device need not be here.
+    name: the command's name in messages, by default the file's. A config class may say
+    RUNS_ELSEWHERE = True: then its device need not be here.
     """
     parser = _parser(config_class, description, presets, name)
     namespace, unknown = parser.parse_known_args(argv)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 WARMUP_STEPS = 20
-COOLDOWN = 0.3  # the share of steps over which the rate falls; more or less changed nothing
+COOLDOWN = 0.3  # the last share of the steps, over which the rate falls to a tenth
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, steepest at zero
 
 # A parameter goes by the last two parts of its name, without ".weight".

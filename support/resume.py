@@ -3,7 +3,7 @@
 A training state holds the drafter, the optimizers, the step and the sums so far. Which references a
 step sees and which branches it draws follow from (seed, step, sequence) alone, so no generator's
 state is needed, and a run that goes on is bit for bit the run that was never stopped. A stage of a
-story (a target, a drafter) is made once and found done the next time.
+story (a target, a drafter) is made once; the next run reads its record, stage.json.
 
     pytest tests/support/test_resume.py
 """

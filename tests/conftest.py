@@ -1,9 +1,18 @@
-"""Fixtures that many tests take; the models are those of small.py."""
+"""Fixtures that many tests take; the models are those of small.py. The promises run first."""
 
 import pytest
+import torch
 
 from small import small_drafter, small_target
 from support.toy import write_byte_tokenizer
+
+
+def pytest_configure():
+    torch.set_num_threads(1)  # small tensors: more threads only wait for one another
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != "test_promises.py")
 
 
 @pytest.fixture

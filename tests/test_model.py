@@ -431,8 +431,26 @@ def test_the_indexer_chooses_what_its_slow_twin_chooses(ratio, budget):
         if is_near_tie(indexer, x, rope, len(ids) - 1):
             left_out += 1
         else:
-            assert visible == indexer.visible_slowly(x, rope, len(ids) - 1)
+            assert visible == visible_slowly(indexer, x, rope, len(ids) - 1)
     assert left_out <= 0.05 * len(texts) and len(texts) > 70
+
+
+def visible_slowly(indexer, x, rope, t: int) -> set[int]:
+    """The twin of the indexer, block by block: the positions that token t of a text x (1,N,C)
+    attends to. rope covers the whole text."""
+    r = indexer.ratio
+    q = indexer.queries(x, rope)[0, t].float()  # (H, D)
+    raw = F.linear(x[0], indexer.index_qk_proj.weight[-indexer.head_dim :])
+    first_incomplete = (t + 1) // r * r
+    scores = []
+    for start in range(0, first_incomplete, r):
+        key = indexer.k_layernorm(raw[start : start + r].float().mean(0).to(x.dtype))
+        key = rotate(key[None, None, None], tuple(part[:, start : start + 1] for part in rope))
+        score = (q @ key[0, 0, 0].float()).relu().sum() / math.sqrt(indexer.head_dim)
+        scores.append((-score.item(), start))
+    best = sorted(scores)[: indexer.num_blocks]
+    chosen = {start + i for _, start in best for i in range(r)}
+    return chosen | set(range(first_incomplete, t + 1))
 
 
 def set_of(mask) -> set[int]:

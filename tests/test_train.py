@@ -29,11 +29,9 @@ from small_runs import (
     train_in_parts,
 )
 from support.measure import Measure
-from support.prepare import start_drafter
 from train import (
     MODES,
     Step,
-    TrainConfig,
     draw_anchors,
     gradient,
     next_batch,
@@ -437,33 +435,6 @@ def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(block_size=7),
-        dict(draft_layers=3),
-        dict(mask_token_id=0),
-        dict(rank=3),
-        dict(drafter_kind="dspark"),
-        dict(markov_head="rnn"),
-    ],
-    ids=str,
-)
-def test_a_flag_that_the_given_drafter_contradicts_is_an_error(tmp_path, flags):
-    target = small_target()
-    small_drafter(target).save_pretrained(tmp_path)
-    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **flags)
-    with pytest.raises(ValueError, match=next(iter(flags))):
-        start_drafter(config, target, None)
-
-
-def test_a_flag_that_says_what_the_given_drafter_is_is_none(tmp_path):
-    target = small_target()
-    small_drafter(target).save_pretrained(tmp_path)
-    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
-    assert start_drafter(config, target, None).config.block_size == 5
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
         dict(steps=0),
         dict(response_length=1),
         dict(branch_temperature=-1.0),
@@ -537,16 +508,6 @@ def test_a_wrong_argument_ends_a_process_with_code_2(tmp_path):
     done = run("train.py", "--target", "nowhere", "--out", tmp_path / "run")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
-
-
-def test_flags_stand_in_groups_in_help(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
-    with pytest.raises(SystemExit) as stop:
-        training.main()
-    text = capsys.readouterr().out
-    assert stop.value.code == 0
-    for group in {field.metadata["group"] for field in dataclasses.fields(TrainConfig)}:
-        assert group in text
 
 
 def plain_probs(drafter, blocks) -> tuple:

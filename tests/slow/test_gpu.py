@@ -1,4 +1,4 @@
-"""What only a GPU can show; `PLACE=cpu pytest -m slow tests/slow/test_gpu.py` tries the same on a
+"""What only a GPU can show; `DEVICE=cpu pytest -m slow tests/slow/test_gpu.py` tries the same on a
 CPU."""
 
 import dataclasses
@@ -14,7 +14,7 @@ from small_runs import CONFIG, STOP, small_trunks, target_and_references
 from train import Step, gradient, next_batch
 from tree import build_tree
 
-DEVICE = os.environ.get("PLACE", "cuda")
+DEVICE = os.environ.get("DEVICE", "cuda")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

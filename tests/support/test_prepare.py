@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from small import ARCHS, small_drafter, small_target
+from small import ARCHS, small_target
 from small_runs import CONFIG, target_and_references
 from support.data import References
-from support.prepare import Trunks, batch_rows, fresh_drafter, start_drafter
+from support.prepare import Trunks, batch_rows, fresh_drafter
 
 
 def test_cached_trunks_equal_fresh_ones():
@@ -52,33 +52,6 @@ def test_batches_of_a_bucket_hold_texts_of_similar_length():
     # of 11 in batches of 4, later epochs begin within a batch: each still holds every one once
     seen = torch.cat([batch_rows(3, step, LENGTHS[:11], 4, 3) for step in range(11)]).tolist()
     assert sorted(seen) == sorted([*range(11)] * 4)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(block_size=7),
-        dict(draft_layers=3),
-        dict(mask_token_id=0),
-        dict(rank=3),
-        dict(drafter_kind="dspark"),
-        dict(markov_head="rnn"),
-    ],
-    ids=str,
-)
-def test_a_flag_that_contradicts_the_drafters_folder_is_an_error(tmp_path, change):
-    target = small_target()
-    small_drafter(target).save_pretrained(tmp_path)
-    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **change)
-    with pytest.raises(ValueError, match=next(iter(change))):
-        start_drafter(config, target, None)
-
-
-def test_a_flag_that_agrees_with_the_drafters_folder_is_fine(tmp_path):
-    target = small_target()
-    small_drafter(target).save_pretrained(tmp_path)
-    same = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
-    assert start_drafter(same, target, None).config.block_size == 5
 
 
 @pytest.mark.parametrize(
