@@ -19,6 +19,7 @@ cuts the text, not the count.
     pytest tests/test_serve.py
 """
 
+import itertools
 import os
 import sys
 import time
@@ -169,14 +170,7 @@ def verify(
 class Batch:
     """Prompts that are decoded together. Rows whose text has ended leave it."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        prompts: list[list[int]],
-        prompt_ids: list[int],
-        options: Options,
-    ):
+    def __init__(self, target: Target, drafter: Drafter | None, prompts, prompt_ids, options):
         self.target = target
         self.drafter = drafter
         self.options = options
@@ -248,14 +242,9 @@ class Batch:
         uniforms = None
         if is_drawn:
             uniforms = self.noise[:, self.num_rounds, : self.W].view(-1, 1, 1, self.W)
-        proposal = self.drafter.propose(
-            self.trunk,
-            positions,
-            sampling=self.options.draft_sampling or self.sampling,
-            uniforms=uniforms,
-            memory=self.memory,
-            keep_probs=is_drawn,
-        )
+        how = dict(uniforms=uniforms, memory=self.memory, keep_probs=is_drawn)
+        sampling = self.options.draft_sampling or self.sampling
+        proposal = self.drafter.propose(self.trunk, positions, sampling=sampling, **how)
         n = min(self.options.draft_length or self.W, self.W)
         drafts = proposal.tokens[:, 0, 0, :n]  # (B, n)
         if self.options.choose:
@@ -269,14 +258,9 @@ class Batch:
     def score(self, drafts: Tensor) -> tuple[ProposalTree, Scored]:
         """2. One pass of the target over the chain of anchor and drafts (B,n)."""
         trunk = self.trunk
-        tree = build_tree(
-            trunk.tokens[:, : trunk.width + 1],
-            trunk.lengths,
-            trunk.lengths[:, None],
-            drafts[:, None, None],
-            merge=False,
-            include_anchor=True,
-        )
+        tokens = trunk.tokens[:, : trunk.width + 1]
+        chain = (trunk.lengths[:, None], drafts[:, None, None])  # (B, 1), (B, 1, 1, n)
+        tree = build_tree(tokens, trunk.lengths, *chain, merge=False, include_anchor=True)
         return tree, self.target.score(trunk, tree)
 
     def verify(self, drafts: Tensor, q: Tensor | None, scored: Scored) -> tuple[Tensor, Tensor]:
@@ -443,14 +427,9 @@ def marked(result: Result, tokenizer, color: bool) -> str:
     """The text, accepted drafts in green (or [in brackets]), the target's own tokens plain."""
     begin, end = ("\033[32m", "\033[0m") if color else ("[", "]")
     pieces = []
-    start = 0
-    while start < len(result.tokens):
-        stop = start
-        while stop < len(result.tokens) and result.drafted[stop] == result.drafted[start]:
-            stop += 1
-        text = tokenizer.decode(result.tokens[start:stop])
-        pieces.append(f"{begin}{text}{end}" if result.drafted[start] else text)
-        start = stop
+    for is_draft, run in itertools.groupby(zip(result.drafted, result.tokens), lambda t: t[0]):
+        text = tokenizer.decode([token for _, token in run])
+        pieces.append(f"{begin}{text}{end}" if is_draft else text)
     return "".join(pieces)
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from hf.files import model_folder, read_json
 from torch import Tensor, nn
 
 import replay
 from hf.config import FAMILIES
+from hf.files import model_folder, read_json
 from hf.tensors import in_shards, layout, load_weights, stored_dtype
 from model import Decoder, ModelConfig, init_weights
 from support.files import write_json, write_tensors
@@ -53,7 +53,6 @@ TOY_SPARSE = dict(
     num_experts_per_tok=2,
     moe_intermediate_size=128,
     shared_expert_intermediate_size=128,
-    indexer_n_heads=4,
     indexer_head_dim=32,
     indexer_budget=64,
     hc_count=2,
@@ -92,25 +91,13 @@ class Trunk:
         """The trunk of these rows only. `width`: none of them is longer."""
 
         def cut(tensors: dict, positional) -> dict:
-            chosen = {}
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    chosen[name] = None
-                elif name in positional:
-                    chosen[name] = tensor[rows, :width]
-                else:
-                    chosen[name] = tensor[rows]
-            return chosen
+            present = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+            return {n: t[rows, :width] if n in positional else t[rows] for n, t in present}
 
         states = [cut(state, replay.positional_names(state)) for state in self.states]
         by_slot = dict(tokens=self.tokens, hidden=self.hidden, taps=self.taps)
-        return replace(
-            self,
-            states=states,
-            lengths=self.lengths[rows],
-            width=width or self.width,
-            **cut(by_slot, by_slot),
-        )
+        chosen = cut(by_slot, by_slot) | dict(lengths=self.lengths[rows], states=states)
+        return replace(self, width=width or self.width, **chosen)
 
     def for_drafter(self) -> "Trunk":
         """Tokens, lengths and taps alone: all that a drafter reads."""
@@ -118,9 +105,8 @@ class Trunk:
 
     @property
     def nbytes(self) -> int:
-        tensors = [self.tokens, self.hidden, self.taps]
-        for state in self.states:
-            tensors += state.values()
+        remembered = (tensor for state in self.states for tensor in state.values())
+        tensors = (self.tokens, self.hidden, self.taps, *remembered)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

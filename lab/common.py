@@ -41,9 +41,6 @@ def require(config, *names: str) -> None:
         raise ValueError(f"{', '.join(missing)} must be set (train.py writes the folders)")
 
 
-# ---------------------------------------------------------------------------------------- models
-
-
 def open_target(config) -> Target:
     """The target of --target; without one, the untrained toy of --arch."""
     if not config.target:
@@ -54,9 +51,6 @@ def open_target(config) -> Target:
 def open_drafter(folder: str, target: Target, dtype=None) -> Drafter:
     """A drafter, by default in the target's dtype."""
     return Drafter.from_pretrained(folder, target, dtype or target.lm_head.weight.dtype)
-
-
-# ----------------------------------------------------------------------------------------- texts
 
 
 def held_out_prompts(config, count: int) -> list[list[int]]:
@@ -96,9 +90,6 @@ def random_anchors(config, length: int, count: int) -> tuple[Tensor, torch.Gener
     generator = torch.Generator().manual_seed(config.seed)
     anchors = torch.randperm(length - 1, generator=generator)[:count].sort().values[None]
     return anchors.to(config.device), generator
-
-
-# ---------------------------------------------------------------------------------------- clocks
 
 
 def wait() -> None:
@@ -162,9 +153,6 @@ class TimedMethods:
     def __getattr__(self, name: str):
         value = getattr(self.original, name)
         return partial(self.clock, self.stages[name], value) if name in self.stages else value
-
-
-# -------------------------------------------------------------------------------------- pictures
 
 
 def pyplot():

@@ -44,9 +44,6 @@ class Config(LabConfig):
     threshold: float = flag(0.5, "of the threshold rule", low=0)
 
 
-# ---------------------------------------------------------------------------------------- the rules
-
-
 @dataclass
 class Threshold:
     """Verify up to the first draft whose confidence is below the threshold."""
@@ -92,23 +89,20 @@ def calibrated(logits: Tensor, temperatures: Tensor | None) -> Tensor:
     return logits if temperatures is None else logits / temperatures.to(logits)
 
 
-# -------------------------------------------------------------------------- calibrating, profiling
-
-
 @torch.inference_mode()
 def observe_rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tensor, Tensor]:
     """Real rounds with all drafts verified: confidence logits (R,W) and accepted drafts (R,).
 
     A round that ended its text says nothing about the drafts behind its stop token: left out.
     """
-    logits, accepted = [], []
+    seen, logits, accepted = [], [], []
+
+    def verify_all(row_logits: Tensor) -> Tensor:
+        seen.append(row_logits[0].float().cpu())
+        return torch.full_like(row_logits[:, 0], row_logits.shape[1], dtype=torch.long)
+
     for number, prompt in enumerate(measure.prompts):
-        seen = []
-
-        def verify_all(confidence_logits: Tensor) -> Tensor:
-            seen.append(confidence_logits[0].float().cpu())  # noqa: B023
-            return torch.full_like(confidence_logits[:, 0], len(seen[-1]), dtype=torch.long)  # noqa: B023
-
+        seen.clear()
         (result,) = generate(
             target,
             drafter,
@@ -189,9 +183,6 @@ def profile_rounds(target, drafter, measure: Measure, num_rows: int) -> Tensor:
             raise ValueError("too few rounds to profile: every prompt ended with its first tokens")
         seconds.append(torch.tensor(watch.times, dtype=torch.double).diff().min().item())
     return torch.tensor(seconds).cummax(0).values
-
-
-# ---------------------------------------------------------------------------------------- command
 
 
 def calibrate(config: Config, target, drafter, first: Measure, second: Measure) -> tuple:

@@ -55,8 +55,6 @@ class Config(LabConfig):
     timeout: float = flag(600.0, "seconds to wait for a server's answer", low=1)
 
 
-# ---------------------------------------------------------------------------------------- a server
-
 NUM_TRIES = 6  # half a minute of waiting in all
 DEFAULTS_OFF = {  # a server has defaults of its own, from generation_config.json
     "top_p": 1.0,
@@ -155,9 +153,6 @@ class Server:
         # a stop token is counted, and has no text
         is_silent = stopped and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids
         return ids if len(ids) == num_counted - bool(is_silent) else None
-
-
-# ------------------------------------------------------------------------------------------- parts
 
 
 def make_writer(config: Config, tokenizer):

@@ -51,9 +51,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------ curves
-
-
 def read_logs(config: claims.Config, name: str) -> dict:
     """{arm: {seed: records}} of the finished arms of a study."""
     logs = {}
@@ -92,9 +89,6 @@ def write_curves(out: Path, name: str, logs: dict) -> None:
                 al = (r.get("al_t0", ""), r.get("al_t1", ""))
                 writer.writerow([arm, seed, r["step"], f"{r['loss']:.5f}", *al])
     write_text(out / f"{name}.csv", stream.getvalue())
-
-
-# ---------------------------------------------------------------------------------------- pictures
 
 
 def draw_curves(plot, path: Path, name: str, logs: dict, window: int) -> str:
@@ -152,9 +146,6 @@ def draw_timelines(plot, path: Path, rows: dict, names: list) -> str:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper right", ncols=len(labels), fontsize=7)
     return save_picture(plot, figure, path)
-
-
-# ---------------------------------------------------------------------------------------- sections
 
 
 def study_section(config: Config, out: Path, plot, name: str) -> list[str]:

@@ -31,13 +31,6 @@ class Config(LabConfig):
     repeats: int = flag(7, "timed repeats", low=1)
 
 
-def read_prompts_by_task(config: Config, tokenizer) -> dict[str, list]:
-    count = max(config.num_prompts, *config.concurrency)
-    if config.tasks:
-        return read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
-    return {"text": held_out_prompts(config, count)}
-
-
 def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, stop_ids) -> dict:
     """Speed and AL of each arm on the same prompts, `size` of them at once."""
     sampling = Sampling(config.temperature)
@@ -93,7 +86,11 @@ def run(config: Config) -> dict:
     require(config, "target", "drafters")
     target = open_target(config)
     tokenizer = load_tokenizer(config.target)
-    tasks = read_prompts_by_task(config, tokenizer)
+    count = max(config.num_prompts, *config.concurrency)
+    if config.tasks:
+        tasks = read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
+    else:
+        tasks = {"text": held_out_prompts(config, count)}
     arms = {"off": None}
     arms |= {folder: open_drafter(folder, target) for folder in config.drafters}
     print(
