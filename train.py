@@ -44,7 +44,6 @@ from tqdm import tqdm
 
 from drafter import Drafter, Sampling
 from hf.drafters import ARCHITECTURES, MARKOV_HEADS
-from hf.files import read_json
 from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
 from serve import generate
 from support import distributed, resume
@@ -296,9 +295,9 @@ class Recorder:
             record[name][rows] = values
         self.rounds.append(record)
 
-    def no_round(self, W: int) -> None:
+    def no_round(self, W: int, C: int) -> None:
         """Every response ended with its first token: there is nothing to learn."""
-        B, _, C = self.taps.shape
+        B = len(self.taps)
         nothing = torch.zeros(B, W, dtype=torch.long, device=self.taps.device)
         hidden = self.taps.new_zeros(B, W, C)
         self.rounds = [{"anchors": nothing[:, 0] - 1, "tokens": nothing, "hidden": hidden}]
@@ -315,7 +314,7 @@ def rollout_blocks(
     request = (prompts, max_new_tokens, sampling, seed, stop_ids)
     results = generate(drafter.target, drafter, *request, **how)
     if not recorder.rounds:
-        recorder.no_round(W)
+        recorder.no_round(W, drafter.target.config.hidden_size)
     device = recorder.taps.device
     rows = [torch.tensor(prompt + r.tokens) for prompt, r in zip(prompts, results)]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
@@ -517,6 +516,7 @@ def measure_and_keep_best(run: Run, step: int) -> dict:
     for temperature in TEMPERATURES:
         acceptance_lengths = run.measure(target, run.drafter, temperature, QUICK_SHARE)
         als[f"al_t{temperature:g}"] = acceptance_lengths.mean
+    run.totals |= als
     mean = sum(als.values()) / len(als)
     if mean > run.totals["best"].get("al", 0):
         run.totals["best"] = {"step": step + 1, "al": mean}
@@ -580,10 +580,7 @@ def finish(run: Run) -> None:
     if (run.out / "summary.json").is_file():
         return
     run.drafter.save_pretrained(run.out)
-    lines = (run.out / "log.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1]) if lines else {}
-    als = {name: value for name, value in last.items() if name.startswith("al_")}
-    write_json(run.out / "summary.json", run.totals | als | {"config": run.made_with})
+    write_json(run.out / "summary.json", run.totals | {"config": run.made_with})
 
 
 # ---------------------------------------------------------------------------------------- the story
@@ -762,8 +759,7 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
     if not (folder / "summary.json").is_file():
         print(f"stopped at step {config.stop_after} of {config.steps}; the same command goes on")
         return
-    summary = read_json(folder / "summary.json")
-    als = [f"{summary[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
+    als = [f"{totals[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
     print(f"{folder} is done: AL by temperature {', '.join(als)}, on a quarter of the prompts.")
     print(f"The best mean was at step {totals['best'].get('step')}: {folder / 'best'}. Next:")
     drafters = f"{config.drafter} {folder}".strip()

@@ -19,61 +19,33 @@ NESTED = {"qwen3_5": "qwen3_5_text", "qwen4_exp": "qwen4_exp_text"}  # the text 
 HYBRID = ("qwen3_5_text", "qwen4_exp_text")  # linear layers among layers of gated attention
 FP8_BLOCK = 128  # a scale belongs to a block of 128 x 128 weights
 
-COMMON_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "tie_word_embeddings",
-    "max_position_embeddings",
-)
-LINEAR_FIELDS = (
-    "layer_types",
-    "partial_rotary_factor",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
-EXPERT_FIELDS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
-INDEXER_FIELDS = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-STREAM_FIELDS = (
-    "output_gate_type",
-    "hc_count",
-    "hc_lowrank",
-    "ple_layer_ids",
-    "ple_embed_dim",
-    "ple_conv_kernel_size",
-    "ngram_size",
-    "heads_per_ngram",
-    "ngram_vocab_size_base",
-    "make_ngram_vocab_size_divisible_by",
-    "seed",
-    "split_ngram_parts",
-    "eos_token_id",
-)
+COMMON_FIELDS = """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps rope_theta tie_word_embeddings
+    max_position_embeddings
+""".split()
+LINEAR_FIELDS = """
+    layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+""".split()
+EXPERT_FIELDS = """
+    num_experts num_experts_per_tok norm_topk_prob moe_intermediate_size
+    shared_expert_intermediate_size
+""".split()
+INDEXER_FIELDS = "indexer_n_heads indexer_head_dim indexer_budget indexer_compress_ratio".split()
+STREAM_FIELDS = """
+    output_gate_type hc_count hc_lowrank ple_layer_ids ple_embed_dim ple_conv_kernel_size
+    ngram_size heads_per_ngram ngram_vocab_size_base make_ngram_vocab_size_divisible_by seed
+    split_ngram_parts eos_token_id
+""".split()
+HYBRID_FIELDS = COMMON_FIELDS + LINEAR_FIELDS
 FAMILY_FIELDS = {  # all fields that a family's file has
     "llama": COMMON_FIELDS,
     "qwen3": COMMON_FIELDS,
-    "qwen3_5_text": COMMON_FIELDS + LINEAR_FIELDS,
-    "qwen4_exp_text": (
-        COMMON_FIELDS + LINEAR_FIELDS + EXPERT_FIELDS + INDEXER_FIELDS + STREAM_FIELDS
-    ),
+    "qwen3_5_text": HYBRID_FIELDS,
+    "qwen4_exp_text": HYBRID_FIELDS + EXPERT_FIELDS + INDEXER_FIELDS + STREAM_FIELDS,
 }
-NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+NEEDED = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
 IMPLEMENTED_VALUES = {  # keys that change the arithmetic, with the values that leave it unchanged
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -95,7 +67,7 @@ def model_fields(config_dict: dict, source: str) -> dict:
     fields = {name: config_dict[name] for name in names if config_dict.get(name) is not None}
     fields["model_type"] = model_type
     fields |= _rope_fields(model_type, config_dict, source)
-    needed = NEEDED + (INDEXER_FIELDS if model_type == "qwen4_exp_text" else ("intermediate_size",))
+    needed = NEEDED + (INDEXER_FIELDS if model_type == "qwen4_exp_text" else ["intermediate_size"])
     missing = [name for name in needed if name not in fields]
     if missing:
         raise ValueError(f"{source}: lacks {', '.join(missing)}")
@@ -131,12 +103,9 @@ def _check_kinds(config_dict: dict, source: str) -> None:
     item_kinds = {"layer_types": str, "ple_layer_ids": int}
     for name, kind in (kinds | dict.fromkeys(blocks, dict)).items():
         value = config_dict.get(name)
-        if value is None:
-            continue
-        fits = isinstance(value, kind)
-        if fits and name in item_kinds:
-            fits = all(isinstance(item, item_kinds[name]) for item in value)
-        if not fits:
+        items = value if isinstance(value, list) else ()
+        items_fit = all(isinstance(item, item_kinds.get(name, object)) for item in items)
+        if not isinstance(value, kind | None) or not items_fit:
             raise ValueError(f"{source}: {name} is {value!r}, of the wrong kind")
     stop_ids = config_dict.get("eos_token_id")
     as_list = stop_ids if isinstance(stop_ids, list) else [stop_ids]
@@ -148,12 +117,12 @@ def _text_part(config_dict: dict, source: str) -> tuple[str, dict]:
     """The family, and the dictionary that describes its text model: nested or flat."""
     model_type = config_dict.get("model_type")
     if model_type in NESTED:
-        if "text_config" not in config_dict:
+        nested = config_dict.get("text_config")
+        if nested is None:
             raise ValueError(f"{source}: model_type {model_type!r} has no text_config")
-        _check_kinds(config_dict["text_config"], source)
+        _check_kinds(nested, source)
         shared = ("quantization_config", "eos_token_id")  # where text_config has none
-        outer = {name: config_dict[name] for name in shared if name in config_dict}
-        text_config = outer | config_dict["text_config"]
+        text_config = {name: config_dict.get(name) for name in shared} | nested
         if "tie_word_embeddings" in config_dict:  # the outer one counts
             text_config["tie_word_embeddings"] = config_dict["tie_word_embeddings"]
         return NESTED[model_type], text_config
@@ -183,8 +152,7 @@ def _check_implemented(model_type: str, config_dict: dict, source: str) -> None:
 
 
 def _rope_fields(model_type: str, config_dict: dict, source: str) -> dict:
-    """Read the rotary embedding in both spellings: a block rope_parameters, or rope_scaling and
-    fields at the top."""
+    """Read both spellings: a block rope_parameters, or rope_scaling and fields at the top."""
     rope = {}
     for name in ("rope_scaling", "rope_parameters"):
         block = config_dict.get(name) or {}
@@ -192,16 +160,12 @@ def _rope_fields(model_type: str, config_dict: dict, source: str) -> dict:
         if scaled or any(isinstance(value, dict) for value in block.values()):
             raise ValueError(f"{source}: rope {block} is not implemented, only the default")
         rope |= block
-    usual_factor = 0.25 if model_type == "qwen3_5_text" else 1.0
-    factor = config_dict.get("partial_rotary_factor", usual_factor)
-    factor = rope.get("partial_rotary_factor", factor)
+    rope = config_dict | rope
+    theta = rope.get("rope_theta", 10_000.0)
+    factor = rope.get("partial_rotary_factor", 0.25 if model_type == "qwen3_5_text" else 1.0)
     if model_type not in HYBRID and factor != 1.0:
         raise ValueError(f"{source}: rope with partial_rotary_factor {factor} is not implemented")
-    theta = rope.get("rope_theta", config_dict.get("rope_theta", 10_000.0))
-    try:
-        return {"rope_theta": float(theta), "partial_rotary_factor": float(factor)}
-    except (TypeError, ValueError):
-        raise ValueError(f"{source}: rope {rope or theta} holds no number") from None
+    return {"rope_theta": theta, "partial_rotary_factor": factor}
 
 
 def _hybrid_fields(fields: dict, config_dict: dict, source: str) -> dict:
@@ -209,10 +173,8 @@ def _hybrid_fields(fields: dict, config_dict: dict, source: str) -> dict:
     num_layers = fields["num_hidden_layers"]
     interval = config_dict.get("full_attention_interval", 4)
     if not all(isinstance(count, int) and count > 0 for count in (num_layers, interval)):
-        raise ValueError(
-            f"{source}: num_hidden_layers {num_layers!r}, full_attention_interval {interval!r}: "
-            "no positive numbers"
-        )
+        counts = f"num_hidden_layers {num_layers!r}, full_attention_interval {interval!r}"
+        raise ValueError(f"{source}: {counts}: no positive numbers")
     layer_types = fields.get("layer_types")
     if layer_types is None:
         is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
@@ -221,8 +183,7 @@ def _hybrid_fields(fields: dict, config_dict: dict, source: str) -> dict:
     if fields["model_type"] == "qwen4_exp_text":
         changed["ple_embed_dim"] = fields.get("ple_embed_dim", fields["hidden_size"])
         # both words mean attention with an indexer
-        same = {"indexed_attention": "full_attention"}
-        layer_types = [same.get(kind, kind) for kind in layer_types]
+        layer_types = [kind.replace("indexed_", "full_") for kind in layer_types]
     changed["layer_types"] = tuple(layer_types)
     if "ple_layer_ids" in fields:
         changed["ple_layer_ids"] = tuple(sorted(set(fields["ple_layer_ids"])))

@@ -1,4 +1,4 @@
-"""The share of time with a kernel running on a GPU, in whole training steps of both ways.
+"""The share of time with a kernel running on a GPU, in training steps of both ways.
 
 torch's profiler notes every kernel of some steps; kernels that overlap count once.
 

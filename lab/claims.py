@@ -1,4 +1,4 @@
-"""The paper's comparisons at our scale: a grid of studies, by one command that can be stopped.
+"""The paper's comparisons at our scale: a grid of studies that can be stopped any time.
 
 A study is a starting drafter, trained offline, and the arms that go on from it. All arms of a study
 start from the same weights, see the same references in the same order and are measured on the same

@@ -53,6 +53,13 @@ def open_drafter(folder: str, target: Target, dtype=None) -> Drafter:
     return Drafter.from_pretrained(folder, target, dtype or target.lm_head.weight.dtype)
 
 
+def open_pair(config, drafter_dtype=None) -> tuple[Target, Drafter]:
+    """The target of --target and the drafter of --drafter."""
+    require(config, "target", "drafter")
+    target = open_target(config)
+    return target, open_drafter(config.drafter, target, drafter_dtype)
+
+
 def held_out_prompts(config, count: int) -> list[list[int]]:
     """`count` prompts of --prompt-length tokens from the held-out files of the corpus."""
     tokenizer = load_tokenizer(config.target)

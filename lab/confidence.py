@@ -26,7 +26,7 @@ from torch import Tensor
 
 from drafter import Sampling
 from hf import load_tokenizer
-from lab.common import LabConfig, open_drafter, open_target, require
+from lab.common import LabConfig, open_pair
 from serve import generate
 from support.data import draw_prompts, load_corpus
 from support.flags import flag
@@ -227,9 +227,7 @@ def compare(config: Config, target, drafter, measure: Measure, rules: dict, size
 
 
 def run(config: Config) -> dict:
-    require(config, "target", "drafter")
-    target = open_target(config)
-    drafter = open_drafter(config.drafter, target)
+    target, drafter = open_pair(config)
     if not drafter.has_confidence:
         raise ValueError(f"{config.drafter} has no confidence head (DSpark drafters have one)")
     tokenizer = load_tokenizer(config.target)

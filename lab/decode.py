@@ -1,4 +1,4 @@
-"""Speculative against plain decoding, greedy, one prompt at a time; the stages of a round.
+"""Speculative against plain decoding, one prompt at a time, and the stages of a round.
 
 Both decode the same prompts in turn, and their texts must be the same. Then both decode a few
 prompts once more with the stages timed.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf import load_tokenizer
-from lab.common import LabConfig, StageClock, held_out_prompts, open_drafter, open_target, require
+from lab.common import LabConfig, StageClock, held_out_prompts, open_pair
 from serve import Batch, Options
 from support.flags import flag
 from support.measure import Measure, decoding_speed
@@ -51,9 +51,7 @@ def stage_shares(target, drafter, measure: Measure) -> dict:
 
 
 def run(config: Config) -> dict:
-    require(config, "target", "drafter")
-    target = open_target(config)
-    drafter = open_drafter(config.drafter, target)
+    target, drafter = open_pair(config)
     stop_ids = load_tokenizer(config.target).stop_ids
     prompts = held_out_prompts(config, config.num_prompts)
     measure = Measure(prompts, config.max_new_tokens, stop_ids, config.seed)

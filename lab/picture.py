@@ -1,4 +1,4 @@
-"""Draw the proposal tree of tree.py's lesson and its mask, for the README.
+"""The proposal tree of tree.py's lesson and its mask, drawn for the README.
 
 Ten trunk tokens and three branches of four, merged. Left: every token under its position, and the
 route of each branch through the tree. Right: what each node sees of the trunk and of other nodes.

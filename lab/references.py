@@ -1,4 +1,4 @@
-"""Let the target write references in parts that are kept, here or by a server.
+"""References at scale: written by the target in parts that are kept, here or by a server.
 
 A response depends on the seed and on its prompt's number alone. So it is the same however the work
 is split and however often it was interrupted. A server is sent token ids and asked for token ids.

@@ -1,4 +1,4 @@
-"""Recurrent states kept at different spacings: their memory, and the time to replay from them.
+"""Recurrent states kept at different spacings: memory, and the time to replay from them.
 
 Checkpoints of recurrent state stand every so many trunk tokens. For each spacing: the bytes that
 states and tokens take, the seconds of replaying to all anchors, of the whole pass over a tree and

@@ -1,4 +1,4 @@
-"""One Markdown report of what run folders hold: tables, and pictures where matplotlib is there.
+"""One Markdown report of what run folders hold, with tables and pictures.
 
 Nothing is measured here. `claims` keeps the counts of every prompt, train.py a line for each step,
 the other commands their summary.json.

@@ -1,4 +1,4 @@
-"""Whole SpecOPD steps of one batch by all processes and by one, and the cost of their messages.
+"""SpecOPD steps of one batch by all processes and by one; the cost of their messages.
 
 First all processes make steps together, with and without sending gradients. Then they part, and
 the first one makes the same steps alone. Waiting for the slowest process counts as a message.

@@ -1,4 +1,4 @@
-"""Tokens per second of generation without a drafter and with each, by task and concurrency.
+"""Tokens per second of generation with and without drafters, by task and concurrency.
 
 At each concurrency so many prompts are decoded at once, by all arms in turn. At temperature 0 every
 text must be the one that plain decoding gives; where a text differs, no speed-up is reported.

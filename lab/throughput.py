@@ -1,4 +1,4 @@
-"""Supervised tokens per second of whole training steps: SpecOPD against sequential rollouts.
+"""Supervised tokens per second of training steps: SpecOPD against sequential rollouts.
 
 Both ways train the same drafter on texts of the same length, in one process. Rollouts run one at a
 time and in batches. Nothing is left out but making the references. For each way: updates per

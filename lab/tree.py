@@ -1,4 +1,4 @@
-"""Score branches packed on their trunk, and each branch alone with its whole prefix.
+"""Branches scored packed on their trunk, against each one alone with its whole prefix.
 
 For every trunk length and number of anchors: one prefill and one pass over the tree, without and
 with merging, against one run per branch. Beside the times stands the largest difference of p

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from drafter import Sampling
-from lab.common import LabConfig, held_out_prompts, open_drafter, open_target, require, wait
+from drafter import PLAIN
+from lab.common import LabConfig, held_out_prompts, open_pair, wait
 from serve import generate
 from support.data import References
 from support.flags import flag
@@ -44,7 +44,6 @@ class Workflows:
     """A target, a drafter and texts, ready to make training steps in different ways."""
 
     def __init__(self, config: WorkflowConfig, max_anchors: int):
-        require(config, "target", "drafter")
         response_length = config.trunk_length - config.prompt_length
         if max_anchors > response_length - 1:
             raise ValueError(
@@ -52,20 +51,16 @@ class Workflows:
                 f"{max(0, response_length - 1)} can be anchors behind --prompt-length "
                 f"{config.prompt_length}"
             )
-        target = open_target(config)
-        self.drafter = open_drafter(config.drafter, target, torch.float32)
+        target, self.drafter = open_pair(config, torch.float32)
         self.specopd = TrainConfig(
             mode="specopd", seed=config.seed, response_length=response_length, num_greedy=0
         )
-        self.trunks = Trunks(target, write_texts(config, target), self.tap_ids, cache_gib=0.0)
+        tap_ids = self.drafter.config.target_layer_ids
+        self.trunks = Trunks(target, write_texts(config, target), tap_ids, cache_gib=0.0)
         self.optimizers = make_optimizers(self.drafter, self.specopd.matrix_lr, self.specopd.lr)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-
-    @property
-    def tap_ids(self) -> tuple:
-        return self.drafter.config.target_layer_ids
 
     def step(self, way: TrainConfig, number: int, module=None) -> int:
         """Make one training step, as train.py does but for clipping -> its supervised tokens."""
@@ -96,14 +91,7 @@ class Workflows:
 def write_texts(config: WorkflowConfig, target) -> References:
     """Held-out prompts, each continued by the target to --trunk-length tokens."""
     prompts = held_out_prompts(config, NUM_TEXTS)
-    results = generate(
-        target,
-        None,
-        prompts,
-        config.trunk_length - config.prompt_length,
-        Sampling(1.0),
-        config.seed,
-        batch_size=NUM_TEXTS,
-        progress="references",
-    )
+    num_new = config.trunk_length - config.prompt_length
+    options = {"batch_size": NUM_TEXTS, "progress": "references"}
+    results = generate(target, None, prompts, num_new, PLAIN, config.seed, **options)
     return References.from_lists(prompts, [result.tokens for result in results], 0)

@@ -181,17 +181,19 @@ def random_case(seed: int, K: int) -> tuple:
 
 
 def branches_alone(target, tokens, anchors, branches):
-    """Yield ((b, a, k, i), p_{i+1}) from one plain run per branch: the slow twin of packing."""
+    """Yield ((b, a, k, i), p_{i+1}), the slow twin of packing: each branch with its whole prefix is
+    a row of its own, and what fills the row behind it cannot be seen."""
+    numbers, rows = [], []
     for b, a, k in torch.cartesian_prod(*(torch.arange(n) for n in branches.shape[:3])).tolist():
-        anchor = int(anchors[b, a])
         ids = branches[b, a, k].tolist()
         count = ids.index(-1) if -1 in ids else len(ids)
-        if anchor < 0 or count == 0:
-            continue
-        sequence = torch.tensor([tokens[b, : anchor + 1].tolist() + ids[: count - 1]])
-        p = target(sequence).softmax(-1)[0, anchor:]
+        if anchors[b, a] >= 0 and count:
+            numbers.append((b, a, k, count))
+            rows.append(torch.cat([tokens[b, : anchors[b, a] + 1], branches[b, a, k, :count]]))
+    p = target(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).softmax(-1)
+    for row, (b, a, k, count) in enumerate(numbers):
         for i in range(count):
-            yield (b, a, k, i), p[i]
+            yield (b, a, k, i), p[row, anchors[b, a] + i]
 
 
 def packed_gap(target, case, merge: bool, checkpoint_every: int = 64) -> float:

@@ -141,7 +141,6 @@ def report_is_complete(lab, out, folder, figures: dict) -> None:
     assert len(lines) == 1 + 4 * 3 * 2 and lines[0] == "arm,seed,step,loss,al_t0,al_t1"
 
 
-@pytest.mark.slow
 def test_four_ways_on_from_a_given_start(lab, folders, tmp_path):
     out = ("--out", tmp_path / "c")
     code, _, error = lab(

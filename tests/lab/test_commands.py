@@ -72,7 +72,6 @@ def test_tree_hangs_a_drafters_branches(lab, folders, tmp_path):
     assert all(row["gap"] < 1e-4 for row in read_summary(tmp_path)["tree"]["rows"])
 
 
-@pytest.mark.slow
 def test_throughput_counts_the_same_kind_of_tokens_on_both_sides(lab, folders, tmp_path):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
     sizes = ("--trunk-length", 40, "--prompt-length", 16, "--num-anchors", 8, "--repeats", 1)
@@ -92,6 +91,9 @@ def test_throughput_counts_the_same_kind_of_tokens_on_both_sides(lab, folders, t
     for name, ratio in figures["ratios"].items():
         product = ratio["updates_per_s"] * ratio["tokens_per_update"]
         assert ratio["tokens_per_s"] == pytest.approx(product) and name in rows
+    code, _, error = lab("report", "--claims", "none", "--benches", tmp_path, "--out", tmp_path)
+    assert code == 0, error
+    assert "| SpecOPD, 8 anchors x 2 |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -106,7 +108,6 @@ def test_scale_compares_two_processes_with_one(folders, tmp_path):
     assert 0 < figures["messages_share"] < 1 and "2 processes:" in made.stdout
 
 
-@pytest.mark.slow
 def test_decode_splits_a_round_into_its_stages(lab, folders, tmp_path):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter", "--out", tmp_path)
     sizes = ("--num-prompts", 2, "--prompt-length", 8, "--max-new-tokens", 12)
@@ -157,6 +158,9 @@ def test_speed_has_an_arm_without_a_drafter_at_every_batch_size(lab, folders, tm
         ratio = arms[name]["tokens_per_s"] / arms["off"]["tokens_per_s"]
         assert figures[size]["geometric_means"][name] == pytest.approx(ratio)
         assert arms[name]["al"] >= 1 and arms["off"]["al"] == 1
+    code, _, error = lab("report", "--claims", "none", "--benches", tmp_path, "--out", tmp_path)
+    assert code == 0, error
+    assert "| geometric mean, 3 at once | 1.00x |" in (tmp_path / "report.md").read_text()
 
 
 def test_the_picture_is_drawn(lab, tmp_path):

@@ -55,7 +55,6 @@ def distance_from_plain(monkeypatch, pair, rule, sampling: Sampling) -> float:
     return distance(texts, plain_distribution(target, [1, 0, 2], sampling, 3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=3)], ids=str)
 @pytest.mark.parametrize("rule", list(RULES))
 def test_the_texts_distribution_is_the_targets_whatever_is_verified(
@@ -71,7 +70,6 @@ def test_the_texts_distribution_is_the_targets_whatever_is_verified(
     assert counts == {0} if rule == "nothing" else len(counts) > 1
 
 
-@pytest.mark.slow
 def test_a_rule_that_knows_the_draft_it_judges_is_noticed(monkeypatch, pair):
     honest = DSpark.confidence_logits
     propose = DSpark.propose
