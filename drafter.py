@@ -18,9 +18,8 @@ before it (y_0 = x_a):
     DFlash 2   as DFlash; of the top candidates of each slot, U_k(c) + <pred[y_{k-1}] * P h_k,
                succ[c]>; and short convolutions along the block
 
-DSpark and DFlash 2 walk the slots from left to right. That costs W tiny steps, no pass of the
-layers. The same functions serve training (all anchors of a reference at once, with gradient) and
-decoding (one anchor per row, context kept in a `Memory`).
+DSpark and DFlash 2 walk the slots from left to right: W tiny steps, no pass of the layers. The same
+functions serve training (all anchors of a text) and decoding (one anchor, context in a `Memory`).
 
     python drafter.py            blocks at two anchors, what they see, and what the heads add
     pytest tests/test_drafter.py
@@ -39,7 +38,7 @@ import hf.drafters
 from hf.drafters import FIELDS_OF_KIND, KINDS, MARKOV_HEADS, SELECTOR_FIELDS
 from hf.files import model_folder, read_json
 from hf.tensors import flat_names, load_weights, tensor_files
-from model import DecoderLayer, ModelConfig, RMSNorm, init_weights, rotary
+from model import DecoderLayer, ModelConfig, RMSNorm, check_field, init_weights, rotary
 from support.files import write_json, write_tensors
 from target import Target, Trunk
 from tree import View, gather_slots, with_room, write_slots
@@ -82,33 +81,21 @@ class DrafterConfig:
 
     def __post_init__(self):
         if self.num_draft_tokens < 1:
-            raise ValueError(
-                f"block_size {self.block_size}: a block holds the anchor and at least one draft"
-            )
+            raise ValueError(f"block_size {self.block_size} leaves no room for a draft")
         if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
             object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
-        self._check_fields_of_kind()
-        C = self.layers.hidden_size
-        V = self.layers.vocab_size
-        if self.kind == "dspark" and self.markov_head_type not in MARKOV_HEADS:
+        for name in FIELDS_OF_KIND[self.kind]:
+            least = 1 if name in SELECTOR_FIELDS else 0
+            check_field(name, getattr(self, name), getattr(DrafterConfig, name), least)
+        if self.markov_head_type not in MARKOV_HEADS:
             accepted = ", ".join(MARKOV_HEADS)
             raise ValueError(f"markov_head_type {self.markov_head_type!r}; there is {accepted}")
+        C, V = self.layers.hidden_size, self.layers.vocab_size
         if self.kind == "dflash2" and self.selector_top_k > V:
             raise ValueError(f"selector_top_k {self.selector_top_k} is beyond vocab_size {V}")
         if self.kind == "dflash2" and C % self.conv_group_size:
-            raise ValueError(
-                f"hidden_size {C} is no multiple of conv_group_size {self.conv_group_size}"
-            )
-
-    def _check_fields_of_kind(self) -> None:
-        for name in FIELDS_OF_KIND[self.kind]:
-            value = getattr(self, name)
-            kind = type(getattr(DrafterConfig, name))
-            accepted = (int, float) if kind is float else (kind,)
-            least = 1 if name in SELECTOR_FIELDS else 0
-            fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
-            if not fits or (kind in (int, float) and not least <= value < inf):
-                raise ValueError(f"{name} is {value!r}, of the wrong kind or out of range")
+            group = self.conv_group_size
+            raise ValueError(f"hidden_size {C} is no multiple of conv_group_size {group}")
 
     @property
     def kind(self) -> str:
@@ -130,15 +117,15 @@ class DrafterConfig:
 
     def check(self, target: Target, tokenizer=None) -> None:
         """Name the first thing by which the drafter does not fit its target or tokenizer."""
-        V = target.config.vocab_size
+        C, V = target.config.hidden_size, target.config.vocab_size
         num_layers = target.config.num_hidden_layers
-        rows = (  # name, the drafter's value, the target's
-            ("hidden_size", self.layers.hidden_size, target.config.hidden_size),
-            ("vocab_size", self.layers.vocab_size, V),
-            ("num_target_layers", self.num_target_layers, num_layers),
-        )
-        for name, value, wanted in rows:
-            if value is not None and value != wanted:
+        rows = {  # the drafter's value, the target's
+            "hidden_size": (self.layers.hidden_size, C),
+            "vocab_size": (self.layers.vocab_size, V),
+            "num_target_layers": (self.num_target_layers, num_layers),
+        }
+        for name, (value, wanted) in rows.items():
+            if value not in (None, wanted):
                 raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
         ids = self.target_layer_ids
         if not ids or not all(0 <= i < num_layers for i in ids):
@@ -150,11 +137,6 @@ class DrafterConfig:
             raise ValueError(f"mask_token_id {mask} is a stop or pad id")
         if tokenizer and mask in tokenizer.text_ids:
             print(f"warning: mask_token_id {mask} is an ordinary token of text")
-
-    def as_dflash(self) -> "DrafterConfig":
-        """The DFlash with the same layers: a fresh drafter of another kind starts as it."""
-        size = self.num_draft_tokens + 1
-        return replace(self, architecture="DFlashDraftModel", block_size=size)
 
     @classmethod
     def from_dict(cls, config_dict: dict, source: str, tensor_names=()) -> "DrafterConfig":
@@ -177,11 +159,8 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become the distribution that tokens are drawn from; the same for p and q.
-
-    Speculative decoding is lossless only if a draft is divided by the very distribution that it
-    was drawn from. So one function makes it, in float32, for both sides.
-    """
+    """How logits become the distribution that tokens are drawn from, in float32, for p and for q.
+    Speculative decoding is lossless only if a draft is divided by the very q it was drawn from."""
 
     temperature: float = 1.0  # 0 = greedy: all mass on the argmax
     top_k: int = 0  # 0 = off
@@ -189,9 +168,7 @@ class Sampling:
 
     def __post_init__(self):
         if not 0 <= self.temperature < inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}"
-            )
+            raise ValueError(f"temperature >= 0, top_k >= 0, 0 < top_p <= 1 are needed, not {self}")
 
     def probs(self, logits: Tensor) -> Tensor:
         """(..., V) -> probabilities (..., V), float32."""
@@ -216,11 +193,9 @@ PLAIN = Sampling(temperature=1.0)
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw tokens by the inverse distribution function.
-
-    probs (..., V), uniforms (..., n) in [0,1) -> (..., n). A token of probability zero is never
-    drawn. NaN gives the last token; the loss, or `verify` in serve.py, then reports it.
-    """
+    """Draw tokens by the inverse distribution function: probs (...,V), uniforms (...,n) in [0,1) ->
+    (...,n). A token of probability zero is never drawn. NaN gives the last token; the loss, or
+    `verify` in serve.py, then reports it."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:]
     point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -238,26 +213,18 @@ def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
 
 
 def block_view(
-    anchors: Tensor,
-    block_size: int,
-    num_context: int,
-    window: int = 0,
-    causal: bool = False,
-    context_positions: Tensor | None = None,
+    anchors: Tensor, block_size: int, T: int, window=0, causal=False, context_positions=None
 ) -> View:
-    """What the slots of the blocks at anchors (B,A) see. An absent anchor, -1, sees only itself.
-
-    Context at positions strictly before their anchor (of a sliding layer: less than `window` before
-    the slot itself), and their own block. By POSITION, never by block number. context_positions
-    (B,S): what the context's slots hold, where that is not their number.
-    """
+    """What the slots of the blocks at anchors (B,A) see: of T slots of context those at positions
+    strictly before their anchor (of a sliding layer: less than `window` before the slot itself),
+    and their own block. By POSITION, never by block number. An absent anchor, -1, sees only itself.
+    context_positions (B,T): what the context's slots hold, where that is not their number."""
     B, A = anchors.shape
     device = anchors.device
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block_size, device=device)
     positions = positions.flatten(1)  # (B, A*b)
-    if context_positions is None:
-        context = torch.arange(num_context, device=device)
-    else:
+    context = torch.arange(T, device=device)
+    if context_positions is not None:
         context = context_positions[:, None]
     sees = (context < anchors[..., None]).repeat_interleave(block_size, 1)  # (B, A*b, T)
     sees = sees & (context >= 0)
@@ -267,15 +234,13 @@ def block_view(
     same = block[:, None] == block
     same = (same.tril() if causal else same).expand(B, -1, -1)  # (B, A*b, A*b)
     mask = torch.cat([sees, same], -1)[:, None]
-    return View(positions, positions - 1, num_context, mask)
+    return View(positions, positions - 1, T, mask)
 
 
 @dataclass
 class LayerMemory:
-    """One layer's keys and values of the context (B,S,2,H_kv,D).
-
-    By position; or, of a sliding layer in decoding, a ring: slot = position mod S.
-    """
+    """One layer's keys and values of the context (B,S,2,H_kv,D), by position. Those of a sliding
+    layer in decoding are a ring: slot = position mod S."""
 
     keys_values: Tensor
     is_ring: bool = False
@@ -314,9 +279,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        V = config.layers.vocab_size
-        C = config.layers.hidden_size
-        R = config.markov_rank
+        V, C, R = config.layers.vocab_size, config.layers.hidden_size, config.markov_rank
         self.kind = config.markov_head_type
         self.markov_w1 = nn.Embedding(V, R)
         self.markov_w2 = nn.Linear(R, V, bias=False)
@@ -369,13 +332,11 @@ class ConfidenceHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash 2's choice among each slot's candidates. A fresh one has succ = 0 and changes
-    nothing."""
+    """DFlash 2's choice among a slot's candidates. A fresh one has succ = 0 and changes nothing."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        V = config.layers.vocab_size
-        R = config.selector_rank
+        V, R = config.layers.vocab_size, config.selector_rank
         self.predecessor_codebook = nn.Parameter(torch.randn(V, R))
         self.successor_codebook = nn.Parameter(torch.zeros(V, R))
         self.hidden_projection = nn.Linear(config.layers.hidden_size, R, bias=False)
@@ -388,13 +349,12 @@ class CandidateSelector(nn.Module):
 
 
 class DynamicConv(nn.Module):
-    """A short convolution along the block, before and behind a sublayer.
+    """A short convolution along the block, before and behind a sublayer:
 
     out_t = sum over tau of (base[side, tau] + delta_t[side, tau]) * x_{t - tau}
 
-    delta_t is projected from the sublayer's normed input and shared by groups of channels. Taps
-    before the block read zero. A fresh one is the identity.
-    """
+    delta_t is projected from the sublayer's normed input and shared by groups of channels. Before
+    the block are zeros. A fresh one is the identity."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -479,12 +439,12 @@ class Drafter(nn.Module):
         self.config = config
         self._target = (target,)  # in a tuple, so that its parameters are not ours
         self.recompute = False  # run layers again in the backward pass, to save memory
-        C = config.layers.hidden_size
-        V = config.layers.vocab_size
+        V, C = config.layers.vocab_size, config.layers.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * C, C, bias=False)
         self.hidden_norm = RMSNorm(C, config.layers.rms_norm_eps)
-        num_layers = config.layers.num_hidden_layers
-        self.layers = nn.ModuleList(self.new_layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            self.new_layer() for _ in range(config.layers.num_hidden_layers)
+        )
         self.norm = RMSNorm(C, config.layers.rms_norm_eps)
         if config.own_vocabulary:
             self.embed_tokens = nn.Embedding(V, C).requires_grad_(False)
@@ -551,7 +511,7 @@ class Drafter(nn.Module):
         if memory is None:
             memory = self.remember(trunk)
         parts = [self._block(trunk, part, memory) for part in anchors.split(BLOCKS_AT_ONCE, 1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return torch.cat(parts, 1)
 
     def _block(self, trunk: Trunk, anchors: Tensor, memory: Memory) -> Tensor:
         config = self.config
@@ -568,8 +528,8 @@ class Drafter(nn.Module):
             kind = (config.window(number), config.causal(number), past.is_ring)
             if kind not in views:
                 positions = past.positions(anchors[:, 0])
-                num_context = past.keys_values.shape[1] if past.is_ring else memory.width
-                view = block_view(anchors, b, num_context, kind[0], kind[1], positions)
+                T = past.keys_values.shape[1] if past.is_ring else memory.width
+                view = block_view(anchors, b, T, kind[0], kind[1], positions)
                 views[kind] = (view, self._rope(view.positions))
             view, rope = views[kind]
             inputs = (x, rope, view, {"kv": past.keys_values})
@@ -577,8 +537,7 @@ class Drafter(nn.Module):
                 x = recomputed(layer, *inputs, use_reentrant=False)[0]
             else:
                 x = layer(*inputs)[0]
-        hidden = self.norm(x).view(B, A, b, -1)
-        return hidden[:, :, b - config.num_draft_tokens :].contiguous()
+        return self.norm(x).view(B, A, b, -1)[:, :, b - config.num_draft_tokens :]
 
     # -- logits
 
@@ -594,11 +553,9 @@ class Drafter(nn.Module):
         return logits.masked_fill(~self.proposable(ids), -torch.inf)
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):
-        """Logits of some slots, given the tokens before them.
-
-        unary (…,1,W,V), hidden (…,1,W,C), previous (…,K,W) -> (…,1 or K,W,V), and a state for the
-        slots behind them. labels (…,K,W): ids that must be among the candidates (in training).
-        """
+        """Logits of some slots, given the tokens before them: unary (…,1,W,V), hidden (…,1,W,C),
+        previous (…,K,W) -> (…,1 or K,W,V), and a state for the slots behind. labels (…,K,W): ids
+        that must be among the candidates (in training)."""
         return unary, None
 
     def logits(self, hidden: Tensor, previous: Tensor | None = None, labels=None) -> Tensor:
@@ -626,11 +583,9 @@ class Drafter(nn.Module):
         keep_probs: bool = False,
         num_greedy: int = 0,
     ) -> Proposal:
-        """Propose K branches at each anchor (B,A), -1 = absent.
-
-        The first num_greedy branches are q's argmax, the others are drawn with uniforms (B,A,K,W),
-        or with new ones by the generator. keep_probs: keep what the branches were drawn from.
-        """
+        """Propose K branches at each anchor (B,A), -1 = absent. The first num_greedy ones are q's
+        argmax, the others are drawn with uniforms (B,A,K,W), or with new ones by the generator.
+        keep_probs: keep what the branches were drawn from."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
         first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
@@ -643,15 +598,14 @@ class Drafter(nn.Module):
             uniforms = uniforms.to(hidden.device).flatten(0, 1)  # (B*A, K, W)
         rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
         starts = first.flatten()
+        how = (sampling, num_branches, num_greedy)
         size = max(1, DRAW_ELEMENTS // (num_branches * shape[-1] * self.config.layers.vocab_size))
         tokens, probs = [], []
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
                 part = slice(start, start + size)
                 numbers = None if uniforms is None else uniforms[part]
-                drawn, q = self.draw_branches(
-                    rows[part], starts[part], numbers, sampling, num_branches, num_greedy
-                )
+                drawn, q = self.draw_branches(rows[part], starts[part], numbers, *how)
                 tokens.append(drawn)
                 if keep_probs:
                     probs.append(q)
@@ -660,11 +614,9 @@ class Drafter(nn.Module):
         return Proposal(tokens, hidden[:, :, None], first, sampling, self, q_probs)
 
     def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
-        """Tokens (R,K,W) of R blocks, and what they were drawn from (R,1,W,V).
-
-        hidden (R,W,C), first (R,), uniforms (R,K,W) or None for the argmax. DFlash's slots know
-        nothing of one another, so all slots and all branches are drawn at once.
-        """
+        """hidden (R,W,C), first (R,) of R blocks, uniforms (R,K,W) or None for the argmax -> tokens
+        (R,K,W), and what they were drawn from (R,1,W,V). DFlash's slots know nothing of one
+        another, so all slots and all branches are drawn at once."""
         logits = self.unary_logits(hidden)  # (R, W, V)
         best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
         if uniforms is None:
@@ -677,61 +629,38 @@ class Drafter(nn.Module):
 
     @classmethod
     def fresh(
-        cls,
-        target: Target,
-        num_layers: int = 2,
-        block_size: int = 8,
-        mask_token_id: int | None = None,
-        seed: int = 0,
-        architecture: str = "DFlashDraftModel",
-        **fields,
+        cls, target: Target, num_layers=2, block_size=8, mask_token_id=None, seed=0, **fields
     ) -> "Drafter":
-        """An untrained drafter of the target's width; `fields` of its config.
-
-        All kinds start with the same layers. A fresh DFlash 2 proposes what DFlash does, among its
-        top candidates. MASK: by default the first row behind the tokenizer.
-        """
+        """An untrained drafter of the target's width; `fields` of its config. MASK is by default
+        the first row behind the tokenizer. All kinds start with the same layers: a fresh DFlash 2
+        proposes what DFlash does, among its top candidates."""
         model = target.config
         if mask_token_id is None:
             mask_token_id = target.num_tokens
             if mask_token_id >= model.vocab_size:
                 raise ValueError("the embedding has no spare row for MASK: give --mask-token-id")
+        names = "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim".split()
+        names += ["rms_norm_eps", "rope_theta", "max_position_embeddings"]
         wide = 3 * model.hidden_size  # where the target has experts and no dense MLP
-        layers = ModelConfig(  # full rotary and dense layers, whatever the target has
-            model_type="qwen3",
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
+        layers = ModelConfig(  # qwen3: full rotary and dense layers, whatever the target has
             intermediate_size=wide if model.streams else model.intermediate_size,
             num_hidden_layers=num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            rms_norm_eps=model.rms_norm_eps,
-            rope_theta=model.rope_theta,
-            max_position_embeddings=model.max_position_embeddings,
+            **{name: getattr(model, name) for name in names},
         )
-        config = DrafterConfig(
-            layers,
-            block_size,
-            mask_token_id,
-            tuple(fields.pop("target_layer_ids", target.tap_ids)),
-            model.num_hidden_layers,
-            architecture=architecture,
-            **fields,
-        )
+        known = {"target_layer_ids": target.tap_ids, "num_target_layers": model.num_hidden_layers}
+        config = DrafterConfig(layers, block_size, mask_token_id, **(known | fields))
+        as_dflash = dict(architecture="DFlashDraftModel", block_size=config.num_draft_tokens + 1)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            backbone = Drafter(config.as_dflash(), target).apply(init_weights)
+            backbone = Drafter(replace(config, **as_dflash), target).apply(init_weights)
             drafter = drafter_class(config)(config, target)
         drafter.load_state_dict(backbone.state_dict(), strict=False)
         return drafter
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """Load a published drafter folder of any kind, to the target's device.
-
-        dtype None keeps the file's (bfloat16 as published); training wants float32.
-        """
+        """Load a published drafter folder of any kind, to the target's device. dtype None keeps the
+        file's (bfloat16 as published); training wants float32."""
         folder = model_folder(str(folder))
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source), tensor_files(folder))
@@ -779,7 +708,8 @@ class DSpark(AutoregressiveDrafter):
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__(config, target)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
-        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.has_confidence = config.enable_confidence_head
+        self.confidence_head = ConfidenceHead(config) if self.has_confidence else None
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):
         if self.markov_head is None:
@@ -787,13 +717,7 @@ class DSpark(AutoregressiveDrafter):
         added, state = self.markov_head(hidden, previous, state)
         return unary.float() + added.float(), state
 
-    @property
-    def has_confidence(self) -> bool:
-        return self.confidence_head is not None
-
     def confidence_logits(self, hidden, previous, detached=False):
-        if not self.has_confidence:
-            return super().confidence_logits(hidden, previous)
         e = self.markov_head.markov_w1(previous) if self.markov_head else None
         if detached:
             hidden = hidden.detach()
@@ -855,33 +779,25 @@ def drafter_class(config: DrafterConfig) -> type:
 # ------------------------------------------------------------------------------------------- lesson
 
 
-def show_blocks(target: Target) -> None:
-    """Print what the blocks at two anchors see, and two branches drawn at each."""
-    drafter = Drafter.fresh(target, block_size=4)
-    trunk = target.prefill(torch.arange(65, 75)[None], torch.tensor([10]))
+def show_blocks(target: Target, trunk: Trunk) -> None:
+    """Print what the blocks at two anchors see, and a branch drawn at each."""
     anchors = torch.tensor([[3, 6]])
     print("context x_0..x_9, blocks of 4 at anchors 3 and 6: [x_a, MASK, MASK, MASK]\n")
     print(" block slot position  sees: context    | block@3 block@6")
     for n, row in enumerate(block_view(anchors, 4, 10).mask[0, 0].int()):
-        cells = ["".join("·■"[v] for v in part) for part in (row[:10], row[10:14], row[14:])]
+        cells = ["".join("·■"[v] for v in part) for part in row.split([10, 4, 4])]
         position = 3 + 3 * (n // 4) + n % 4
-        shown = f"{cells[0]} | {cells[1]}    {cells[2]}"
-        print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {shown}")
-    proposal = drafter.propose(trunk, anchors, 2, PLAIN, torch.Generator().manual_seed(0))
-    q = proposal.probs()
-    print("\ntwo branches each, drawn from one q per slot (untrained: near uniform):")
-    for a, anchor in enumerate(anchors[0].tolist()):
-        for k in range(2):
-            ids = proposal.tokens[0, a, k]
-            q_y = q[0, a, k].gather(-1, ids[:, None])[:, 0]
-            shown = [round(x, 4) for x in q_y.tolist()]
-            print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {shown}")
+        print(f"{n // 4:6d} {n % 4:4d} {position:8d}        {cells[0]} | {cells[1]}    {cells[2]}")
+    drafter = Drafter.fresh(target, block_size=4)
+    proposal = drafter.propose(trunk, anchors, generator=torch.Generator().manual_seed(0))
+    q = proposal.probs().gather(-1, proposal.tokens[..., None])  # (1, 2, 1, 3, 1)
+    print("\na branch y at each, drawn from q of its slots (untrained: near uniform):")
+    for anchor, ids, probs in zip((3, 6), proposal.tokens[0, :, 0], q[0, :, 0, :, 0]):
+        print(f"  anchor {anchor}: y = {ids.tolist()}, q(y) = {probs}")
 
 
-def show_heads(target: Target) -> None:
+def show_heads(target: Target, trunk: Trunk) -> None:
     """Print the top tokens of one slot after two different tokens, for each kind of drafter."""
-    tokens = torch.arange(65, 75)[None]
-    trunk = target.prefill(tokens, torch.tensor([10]))
     print("\ncontext x_0..x_6; slot 2 predicts position 8. Its likeliest tokens if y_1 was ...\n")
     kinds = {
         "DFlash": dict(block_size=4),
@@ -895,19 +811,19 @@ def show_heads(target: Target) -> None:
                 nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
         hidden = drafter.block(trunk, torch.tensor([[6]]))[:, :, None]  # (1, 1, 1, W, C)
         for y_1 in (72, 101):
-            previous = torch.tensor([[[[int(tokens[0, 6]), y_1, 0]]]])
+            previous = torch.tensor([[[[int(trunk.tokens[0, 6]), y_1, 0]]]])
             q = drafter.logits(hidden, previous)[0, 0, 0, 1].float().softmax(-1)
-            probs, ids = q.topk(3)
-            shown = ", ".join(f"{i}: {x:.4f}" for i, x in zip(ids.tolist(), probs.tolist()))
-            print(f"  {name:9s} y_1 = {y_1:3d}   {shown}")
+            shown = [f"{token}: {probability:.4f}" for probability, token in zip(*q.topk(3))]
+            print(f"  {name:9s} y_1 = {y_1:3d}   {', '.join(shown)}")
     print("\nDFlash's slots know nothing of one another; the others read the token before.")
 
 
 def main():
     target = Target.toy(num_hidden_layers=4, hidden_size=32, intermediate_size=64)
     target.num_tokens = 258
-    show_blocks(target)
-    show_heads(target)
+    trunk = target.prefill(torch.arange(65, 75)[None], torch.tensor([10]))
+    show_blocks(target, trunk)
+    show_heads(target, trunk)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """The layers of a decoder, from leaf to root, for the four families of targets, and for drafters.
 
-    norm, rotary · attention (full, or sparse by an indexer) · gated delta net · MLP, mixture of
-    experts · n-gram layer, hyper-connections · decoder layer · decoder
+    norm, rotary · attention, indexer · gated delta net · MLP, experts · n-grams, streams · decoder
 
 One forward serves a prefill, a tree and a chain. A layer gets the hidden states (B,N,C) of N
-tokens, a `View` (tree.py) that says which tokens are the past of which, and the state that it left
-behind on the trunk. It returns its output and its state of the N tokens, a dict of tensors
-(B,N,...), and knows nothing of training or serving.
+tokens, a `View` (tree.py) that says which tokens are the past of which, and its state of the trunk
+that they hang on. It returns its output and its state of the N tokens, a dict of tensors (B,N,...).
 
     attention    out_t = sum over s of softmax_s(q_t · k_s / sqrt(D)) v_s,   s: what t may see
     layer        y = x + mix(norm(x)),   out = y + mlp(norm(y))
 
-Names of modules and fields are Hugging Face's, so that tensors load by name. Shapes are
-(B, T, H, D) outside the attention call. Left out: dropout (targets are frozen), biases and images
-(the text of these families has none).
+Names of modules and fields are Hugging Face's, so that tensors load by name. Left out: dropout
+(targets are frozen), biases and images (the text of these families has none).
 
-    python model.py             two tokens of attention by hand, and a layer's tensors
+    python model.py             attention by hand, and a layer's tensors
     pytest tests/test_model.py  logits against transformers, every fast path against a slow twin
 """
 
@@ -31,16 +28,20 @@ from hf.config import HYBRID, config_json, model_fields
 from tree import View, causal_view, gather_history, gather_slots
 
 GATHERED_KEYS = 2**15  # keys that `gathered_attention` reads at once: bounds its memory
+LEAST = {"seed": 0, "eos_token_id": 0, "hc_count": 2, "ngram_size": 2}  # other numbers: above 0
+MULTIPLES = {  # field: another that divides it
+    "num_attention_heads": "num_key_value_heads",
+    "linear_num_value_heads": "linear_num_key_heads",
+    "indexer_budget": "indexer_compress_ratio",
+}
 
 # ------------------------------------------------------------------------------------ configuration
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape, in the field names of its config.json.
-
-    hf.config.FAMILY_FIELDS lists the fields that a family has. The other fields stay at their
-    defaults and mean nothing."""
+    """A decoder's shape, in the field names of its config.json. Fields that its family does not
+    have (hf.config.FAMILY_FIELDS lists those it has) keep their defaults and mean nothing."""
 
     model_type: str = "qwen3"
     vocab_size: int = 264
@@ -106,10 +107,6 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def ngram_heads(self) -> int:
-        return (self.ngram_size - 1) * self.heads_per_ngram
-
-    @property
     def hybrid(self) -> bool:
         """Linear layers among gated attention layers; norm weights are stored as w of 1 + w."""
         return self.model_type in HYBRID
@@ -127,71 +124,49 @@ class ModelConfig:
         return self.hybrid and self.layer_types[layer] == "linear_attention"
 
     def __post_init__(self):
+        sizes = vars(self)
         for field in fields(self):
-            self._check_kind(field.name, type(field.default))
-        self._check_multiple("num_attention_heads", "num_key_value_heads")
-        odd = self.head_dim % 2 or self.rotary_dim % 2
-        if odd or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"head_dim {self.head_dim} and partial_rotary_factor {self.partial_rotary_factor}: "
-                "rotary needs pairs"
-            )
-        if self.hybrid:
-            self._check_hybrid()
-        if self.streams:
-            self._check_streams()
-
-    def _check_kind(self, name: str, kind: type) -> None:
-        """A field has the type of its default, and a number is positive and finite."""
-        value = getattr(self, name)
-        kinds = (int, float) if kind is float else (kind,)
-        fits = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        if fits and kind in (int, float):
-            zero_is_fine = name in ("seed", "eos_token_id")
-            fits = 0 < value < math.inf or (zero_is_fine and value == 0)
-        if not fits:
-            wanted = {bool: "true or false", str: "a word", tuple: "a list"}
-            raise ValueError(f"{name} is {value!r}, not {wanted.get(kind, 'a positive number')}")
-
-    def _check_multiple(self, whole: str, part: str) -> None:
-        if getattr(self, whole) % getattr(self, part):
-            raise ValueError(
-                f"{whole} {getattr(self, whole)} is no multiple of {part} {getattr(self, part)}"
-            )
-
-    def _check_hybrid(self) -> None:
-        kinds = {"linear_attention", "full_attention"}
-        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - kinds:
-            raise ValueError(
-                f"layer_types {list(self.layer_types)} are not {self.num_hidden_layers} of "
-                f"{' and '.join(sorted(kinds))}"
-            )
-        self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
-
-    def _check_streams(self) -> None:
-        self._check_multiple("indexer_budget", "indexer_compress_ratio")
-        if self.rotary_dim > self.indexer_head_dim:
-            raise ValueError(
-                f"indexer_head_dim {self.indexer_head_dim} is below the rotated {self.rotary_dim}"
-            )
-        if self.num_experts_per_tok > self.num_experts or self.hc_count < 2:
-            raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok} of num_experts "
-                f"{self.num_experts}, hc_count {self.hc_count}: out of range"
-            )
+            check_field(field.name, sizes[field.name], field.default, LEAST.get(field.name))
+        for whole, part in MULTIPLES.items():
+            if sizes[whole] % sizes[part]:
+                raise ValueError(f"{whole} {sizes[whole]} is no multiple of {part} {sizes[part]}")
+        if self.head_dim % 2 or self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            part = f"{self.partial_rotary_factor} of head_dim {self.head_dim}"
+            raise ValueError(f"partial_rotary_factor {part}: rotary needs pairs")
+        num_layers = self.num_hidden_layers
+        kinds = ("linear_attention", "full_attention")
+        fits = len(self.layer_types) == num_layers and set(self.layer_types) <= set(kinds)
+        if self.hybrid and not fits:
+            wanted = f"{num_layers} of {' and '.join(kinds)}"
+            raise ValueError(f"layer_types {list(self.layer_types)} are not {wanted}")
+        ids = list(self.ple_layer_ids)
+        linear = [layer + 1 for layer in range(num_layers) if self.is_linear(layer)]
+        if not set(ids) <= set(linear):
+            raise ValueError(f"ple_layer_ids {ids}: linear layers, counted from 1, are {linear}")
+        heads = (self.ngram_size - 1) * self.heads_per_ngram
+        if self.ple_embed_dim % heads:
+            parts = f"(ngram_size - 1) x heads_per_ngram = {heads} parts"
+            raise ValueError(f"ple_embed_dim {self.ple_embed_dim} does not split into {parts}")
+        D, E, k = self.indexer_head_dim, self.num_experts, self.num_experts_per_tok
+        if self.streams and D < self.rotary_dim:
+            raise ValueError(f"indexer_head_dim {D} is below the rotated {self.rotary_dim}")
+        if E < k:
+            raise ValueError(f"num_experts {E} is below num_experts_per_tok {k}")
         if self.output_gate_type not in ("silu", "sigmoid"):
             raise ValueError(f"output_gate_type {self.output_gate_type!r} is not implemented")
-        for layer in self.ple_layer_ids:
-            if not 1 <= layer <= self.num_hidden_layers or not self.is_linear(layer - 1):
-                raise ValueError(
-                    f"ple_layer_ids {list(self.ple_layer_ids)}: {layer} is no "
-                    "linear_attention layer, counted from 1"
-                )
-        if self.ngram_size < 2 or self.ple_embed_dim % self.ngram_heads:
-            raise ValueError(
-                f"ple_embed_dim {self.ple_embed_dim} does not split into (ngram_size - 1) x "
-                f"heads_per_ngram = {self.ngram_heads} heads"
-            )
+
+
+def check_field(name: str, value, default, least: int | None = None) -> None:
+    """Refuse a value that has not the type of the field's default, or is no finite number from
+    `least` on (None: above 0)."""
+    kind = type(default)
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    wanted = {bool: "true or false", str: "a word", tuple: "a list"}.get(kind)
+    if wanted is None:
+        wanted = "a positive number" if least is None else f"a number from {least} on"
+        fits = fits and (value > 0 if least is None else value >= least) and value < math.inf
+    if not fits:
+        raise ValueError(f"{name} is {value!r}, not {wanted}")
 
 
 # ---------------------------------------------------------------------------------------- functions
@@ -217,11 +192,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
-    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...).
-
-    A cache with room to spare takes the new entries in place, which saves a decoding round the copy
-    of its past. They lie behind every slot in use, and nothing reads them before a commit moves
-    them."""
+    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...). A cache with
+    room takes these in place, behind every slot in use: nothing reads them before a commit."""
     if past is None:
         return new
     end = num_slots + new.shape[1]
@@ -232,25 +204,18 @@ def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
 
 
 def attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D).
-
-    Each key head serves H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
+    """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D). Each key head serves
+    H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
     B, N, H, D = q.shape
-    k, v = kv.unbind(2)  # (B, T, H_kv, D)
-    H_kv = k.shape[2]
+    H_kv = kv.shape[3]
     if N == 1:  # the queries of a key head stand as tokens: several times as fast on a CPU
         q = q.view(B, H_kv, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
     elif mask is not None and q.is_cuda and H_kv < H:  # no fused kernel takes a mask and groups
-        k = k.repeat_interleave(H // H_kv, 2)
-        v = v.repeat_interleave(H // H_kv, 2)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, N, D) inside the call only
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None and bool(N > 1),  # bool: torch.compile may make N a symbol
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+        kv = kv.repeat_interleave(H // H_kv, 3)
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
+    is_causal = mask is None and bool(N > 1)  # bool: torch.compile may make N a symbol
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=is_grouped)
     return out.reshape(B, 1, H, D) if N == 1 else out.transpose(1, 2)
 
 
@@ -258,13 +223,11 @@ def worth_gathering(num_queries: int, num_slots: int, max_visible: int) -> bool:
     """Whether `gathered_attention` is faster than `attention` under a mask: the text must be much
     longer than what a query sees, and the more so the more queries there are."""
     few_queries = num_queries * max_visible < 4 * GATHERED_KEYS
-    times_longer = 4 if few_queries else 32  # measured on a CPU
-    return num_slots > times_longer * max_visible
+    return num_slots > (4 if few_queries else 32) * max_visible  # measured on a CPU
 
 
 def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, max_visible: int) -> Tensor:
-    """`attention` where each query sees at most max_visible slots: only these are read, however
-    long the text is."""
+    """`attention` where each query sees at most max_visible slots, and only these are read."""
     B, N, H, D = q.shape
     H_kv = kv.shape[3]
     at_once = max(1, GATHERED_KEYS // (B * max_visible))  # tokens
@@ -281,13 +244,11 @@ def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, max_visible: int) ->
     return torch.cat(outputs, 1).flatten(2, 3).to(q.dtype)
 
 
-def short_conv(
-    x: Tensor, weight: Tensor, past: Tensor | None, view: View, dilation: int = 1, base=0
-) -> Tensor:
+def short_conv(x: Tensor, weight: Tensor, past, view: View, dilation=1, base=0) -> Tensor:
     """SiLU of a causal depthwise convolution along each token's own history.
 
     x (B,N,C), weight (C,1,kernel): the last tap is the token itself, and before the first token
-    are zeros. past (B,S,C): the trunk's inputs, slot 0 at position `base`."""
+    are zeros. past (B,S,C) or None: the trunk's inputs, slot 0 at position `base`."""
     kernel = weight.shape[-1]
     out = 0
     for tap in range(kernel):
@@ -301,18 +262,15 @@ def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
     """The blocks of r positions, for sparse attention: the packed index (M,) of the token that ends
     each, and whether a token's history (B,N,M) holds the whole block.
 
-    A block wholly on the trunk ends on the trunk and is shared. A block that straddles an anchor or
-    lies inside a branch ends at a node, and only that node and its descendants have it (paper:
-    branch-consistent indexer groups).
-    """
+    A block that ends on the trunk is shared. One that ends at a node, wherever it begins, belongs
+    to that node and its descendants (paper: branch-consistent indexer groups)."""
     T, N = view.num_trunk_slots, view.positions.shape[1]
     is_tree = view.groups is not None
-    text = T if is_tree else T + N  # packed index = position up to here
-    device = view.positions.device
-    slots = torch.arange(r - 1, max(text, r - 1), r, device=device)
-    ends = torch.ones(1, len(slots), dtype=torch.bool, device=device)
+    index = torch.arange(T + N, device=view.positions.device)
+    slots = index[: T if is_tree else T + N][r - 1 :: r]  # where the packed index is the position
+    ends = torch.ones_like(slots, dtype=torch.bool)[None]
     if is_tree:
-        slots = torch.cat([slots, torch.arange(T, T + N, device=device)])
+        slots = torch.cat([slots, index[T:]])
         nodes_end = (view.positions + 1) % r == 0
         ends = torch.cat([ends.expand(len(nodes_end), -1), nodes_end], 1)
     return slots, view.visible()[:, 0, :, slots] & ends[:, None]
@@ -355,8 +313,7 @@ def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
 def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
     ends (E,) int32 counts the rows up to each expert's last -> (n,R)."""
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    if aligned:
+    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # what it can take
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
@@ -375,12 +332,13 @@ def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]
         z = (z ^ z >> 27) * 0x94D049BB133111EB & all_bits
         multipliers.append(2 * ((z ^ z >> 31) % half) + 1)
     primes = []
+    heads = (config.ngram_size - 1) * config.heads_per_ngram
     candidate = config.ngram_vocab_size_base - 1
-    while len(primes) < (number + 1) * config.ngram_heads:
+    while len(primes) < (number + 1) * heads:
         candidate += 1
         if candidate > 1 and all(candidate % d for d in range(2, math.isqrt(candidate) + 1)):
             primes.append(candidate)
-    return multipliers, primes[number * config.ngram_heads :]
+    return multipliers, primes[number * heads :]
 
 
 # ------------------------------------------------------------------------------------------ modules
@@ -406,11 +364,9 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention.
-
-    Each head's q and k are normed (not in Llama). The hybrid families have an output gate, and with
-    residual streams an indexer makes the attention sparse. State: keys and values "kv"
-    (B,N,2,H_kv,D), and the indexer's keys."""
+    """Grouped-query attention. Each head's q and k are normed (not in Llama). Hybrid families gate
+    the output, and with residual streams an indexer makes the attention sparse. State: keys and
+    values "kv" (B,N,2,H_kv,D), and the indexer's keys."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -434,8 +390,7 @@ class Attention(nn.Module):
         return torch.stack([k, self.v_proj(x).view(per_head)], 2)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
-        """x (B,N,C), the layer's state of the trunk or None -> out (B,N,C), its state of the N
-        tokens."""
+        """x (B,N,C), state of the trunk or None -> out (B,N,C), state of the N tokens."""
         B, N, _ = x.shape
         q = self.q_proj(x).view(B, N, -1, self.head_dim * (1 + self.gated))
         if self.gated:
@@ -461,10 +416,9 @@ class Indexer(nn.Module):
     of its own history that score highest, `indexer_budget` tokens in all, and to the incomplete
     last block.
 
-    State: the raw key of each token, and the key of the block that ends with it. A block's key is
-    the mean of the last r raw keys of the history, normed, and rotated as the block's first
-    position; it is used only where position + 1 is a multiple of r. Blocks on the trunk are shared,
-    blocks that reach into a branch belong to that branch (paper: branch-consistent groups)."""
+    State: the raw key of each token, and the key of the block that ends with it: the mean of the
+    last r raw keys of its history, normed, and rotated as the block's first position. It counts
+    only where position + 1 is a multiple of r."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -473,8 +427,7 @@ class Indexer(nn.Module):
         self.ratio = config.indexer_compress_ratio  # r, the positions of a block
         self.num_blocks = config.indexer_budget // self.ratio
         self.max_visible = config.indexer_budget + self.ratio - 1
-        self.rotary_dim = config.rotary_dim
-        self.rope_theta = config.rope_theta
+        self.rotary_sizes = (config.rotary_dim, config.rope_theta)
         self.index_qk_proj = nn.Linear(config.hidden_size, (H + 1) * D, bias=False)
         self.q_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
         self.k_layernorm = RMSNorm(D, config.rms_norm_eps, centred=True)
@@ -483,14 +436,13 @@ class Indexer(nn.Module):
         """x (B,N,C) -> raw and block keys (B,N,D)."""
         raw = F.linear(x, self.index_qk_proj.weight[-self.head_dim :])
         older = past and past["raw"]
-        mean = 0
+        summed = 0
         for depth in range(self.ratio):
             index = view.ancestor(depth)
-            mean = mean + gather_history(older, raw, index, view.num_trunk_slots).float()
-        mean = mean / self.ratio
-        block = self.k_layernorm(mean.to(raw.dtype))[:, :, None]
+            summed = summed + gather_history(older, raw, index, view.num_trunk_slots).float()
+        block = self.k_layernorm((summed / self.ratio).to(raw.dtype))[:, :, None]
         first = (view.positions - self.ratio + 1).clamp(min=0)
-        rope = rotary(first, self.rotary_dim, self.rope_theta)
+        rope = rotary(first, *self.rotary_sizes)
         return {"raw": raw, "block": rotate(block, rope)[:, :, 0]}
 
     def queries(self, x: Tensor, rope) -> Tensor:
@@ -510,23 +462,18 @@ class Indexer(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule (replay.py), behind a short convolution, with a
-    gated norm.
+    """The gated delta rule (replay.py) between a short convolution and a gated norm.
 
-    State: for each token the convolution's input "qkv" and what the rule needs to replay it, "k",
-    "u", "g"; of a stretch of text also the recurrent states after the view's checkpoint tokens and
-    after the last token."""
+    State: of each token the convolution's input "qkv", and what replays it, "k", "u", "g"; of a
+    stretch of text also the recurrent "states" after the checkpoint tokens and the last token."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, H, H_k = config.hidden_size, config.linear_num_value_heads, config.linear_num_key_heads
         D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
         self.sizes = (H_k * D_k, H_k * D_k, H * D_v)  # of q, k, v
-        self.key_dim = D_k
-        self.value_dim = D_v
-        self.eps = config.rms_norm_eps
-        sigmoid_gate = config.streams and config.output_gate_type == "sigmoid"
-        self.gate = torch.sigmoid if sigmoid_gate else F.silu
+        self.key_dim, self.value_dim = D_k, D_v
+        self.gate = torch.sigmoid if config.output_gate_type == "sigmoid" else F.silu
         channels = sum(self.sizes)
         kernel = config.linear_conv_kernel_dim
         self.in_proj_qkv = nn.Linear(C, channels, bias=False)
@@ -550,8 +497,7 @@ class GatedDeltaNet(nn.Module):
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def forward(self, x: Tensor, view: View, past: dict | None = None):
-        """x (B,N,C), the layer's state of the trunk or None -> out (B,N,C), its state of the N
-        tokens."""
+        """x (B,N,C), state of the trunk or None -> out (B,N,C), state of the N tokens."""
         qkv = self.in_proj_qkv(x)
         q, k, v = self.queries_keys_values(qkv, view, past)
         beta = self.in_proj_b(x).float().sigmoid()  # (B, N, H)
@@ -563,15 +509,12 @@ class GatedDeltaNet(nn.Module):
         else:
             if view.valid is not None:  # padding leaves the recurrent state as it is
                 g, beta = g * view.valid[..., None], beta * view.valid[..., None]
-            if past:
-                state = past["states"][:, -1]
-            else:
-                state = v.new_zeros(len(x), v.shape[2], self.key_dim, self.value_dim)
-            o, new["u"], new["states"] = replay.delta_rule(
-                q, k, v, g, beta, state, view.checkpoint_tokens
-            )
+            shape = (len(x), v.shape[2], self.key_dim, self.value_dim)
+            state = past["states"][:, -1] if past else v.new_zeros(shape)
+            ends = view.checkpoint_tokens
+            o, new["u"], new["states"] = replay.delta_rule(q, k, v, g, beta, state, ends)
         z = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim)).float()
-        normed = F.rms_norm(o, (self.value_dim,), self.norm.weight.float(), self.eps)
+        normed = F.rms_norm(o, (self.value_dim,), self.norm.weight.float(), self.norm.eps)
         out = (normed * self.gate(z)).flatten(-2).to(x.dtype)
         return self.out_proj(out), new
 
@@ -579,10 +522,8 @@ class GatedDeltaNet(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, width: int | None = None):
+    def __init__(self, C: int, width: int):
         super().__init__()
-        C = config.hidden_size
-        width = width or config.intermediate_size
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
@@ -604,18 +545,16 @@ class Experts(nn.Module):
         """x (n,C), numbers of the chosen experts (n,k) -> the output of each (n,k,C). Tokens are
         sorted by expert, so that one product serves all experts."""
         n, k = chosen.shape
-        order = chosen.flatten().argsort()  # (n*k,)
-        counts = chosen.new_zeros(len(self.down_proj))
-        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        ends = counts.cumsum(0).to(torch.int32)  # (E,)
+        experts, order = chosen.flatten().sort()  # (n*k,)
+        numbers = torch.arange(len(self.down_proj), device=x.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # (E,)
         gate, up = per_expert(x[order // k], self.gate_up_proj, ends).chunk(2, -1)
         out = per_expert(F.silu(gate) * up, self.down_proj, ends)  # (n*k, C)
         return torch.empty_like(out).index_copy(0, order, out).view(n, k, -1)
 
 
 class MixtureOfExperts(nn.Module):
-    """The k likeliest experts of each token, weighted by their probability, and a shared expert
-    behind a gate of its own."""
+    """The k likeliest experts of each token, weighted by probability, and a gated shared expert."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -623,7 +562,7 @@ class MixtureOfExperts(nn.Module):
         self.renormalise = config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
-        self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
+        self.shared_expert = MLP(config.hidden_size, config.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -689,7 +628,6 @@ class NGramLayer(nn.Module):
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         wide = config.num_streams * config.hidden_size
-        kernel = config.ple_conv_kernel_size
         eps = config.rms_norm_eps
         self.streams = config.num_streams
         self.size = config.ngram_size
@@ -700,7 +638,7 @@ class NGramLayer(nn.Module):
         self.norm_key = RMSNorm(wide, eps, centred=True, groups=self.streams)
         self.norm_query = RMSNorm(wide, eps, centred=True, groups=self.streams)
         self.norm_conv = RMSNorm(wide, eps, centred=True, groups=self.streams)
-        self.conv1d = nn.Conv1d(wide, wide, kernel, groups=wide, bias=False)
+        self.conv1d = nn.Conv1d(wide, wide, config.ple_conv_kernel_size, groups=wide, bias=False)
 
     def last_tokens(self, tokens: Tensor, view: View, past: dict | None) -> Tensor:
         """(B,N,ngram_size): each token and those before it in its history, newest first. An older
@@ -709,9 +647,7 @@ class NGramLayer(nn.Module):
         for depth in range(1, self.size):
             index = view.ancestor(depth)
             token = gather_history(past and past["tokens"], tokens, index, view.num_trunk_slots)
-            cut = index < 0
-            if depth > 1:
-                cut = cut | (last[-1] == self.stop_id)
+            cut = (index < 0) | (depth > 1) & (last[-1] == self.stop_id)
             last.append(torch.where(cut, self.stop_id, token))
         return torch.stack(last, -1)
 
@@ -725,15 +661,13 @@ class NGramLayer(nn.Module):
         gate = torch.sigmoid(match.abs().clamp(min=1e-6).sqrt() * match.sign())
         value = (gate * self.value_proj(embedded)[..., None, :]).flatten(-2)  # (B, N, streams*C)
         conv = self.norm_conv(value)
-        older = past and past["conv"]
-        out = value + short_conv(conv, self.conv1d.weight, older, view, dilation=self.size)
+        out = value + short_conv(conv, self.conv1d.weight, past and past["conv"], view, self.size)
         return out, {"tokens": tokens, "conv": conv}
 
 
 class HyperConnection(nn.Module):
     """Connects a sublayer to a token's residual streams: it reads a weighted mean of them, and its
-    output is added to each stream in a share of its own. The last reader of a decoder writes
-    nothing."""
+    output is added to each in a share of its own. The last one of a decoder only reads."""
 
     def __init__(self, config: ModelConfig, writes: bool = True):
         super().__init__()
@@ -783,7 +717,7 @@ class DecoderLayer(Layer):
         norm = (config.hidden_size, config.rms_norm_eps, config.hybrid)
         self.input_layernorm = RMSNorm(*norm)
         self.post_attention_layernorm = RMSNorm(*norm)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
         """x (B,N,C) -> out (B,N,C), the layer's state, and its input for taps (B,N,C)."""
@@ -798,18 +732,14 @@ class StreamLayer(Layer):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        number = index + 1  # n-gram layers are counted from 1
-        if number in config.ple_layer_ids:
-            self.ple = NGramLayer(config, config.ple_layer_ids.index(number))
-        else:
-            self.ple = None
+        ids = config.ple_layer_ids  # counted from 1
+        self.ple = NGramLayer(config, ids.index(index + 1)) if index + 1 in ids else None
         self.attn_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
         self.mlp = MixtureOfExperts(config)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None, tokens=None):
-        """x (B,N,streams*C), tokens (B,N) -> out, the layer's state, and its mixed input for taps
-        (B,N,C)."""
+        """x (B,N,streams*C), tokens (B,N) -> out, the layer's state, its mixed input (B,N,C)."""
         ngram_state = {}
         if self.ple:
             added, ngram_state = self.ple(x, tokens, view, past)
@@ -837,15 +767,11 @@ class Decoder(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.hybrid)
 
     def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
-        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, each layer's
-        state of the N tokens.
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, layers' states.
 
-        Tap L is the output of decoder layer L (0-based) before any final norm, which is the input
-        of layer L + 1. With streams it is their mix (B,N,C), and after the last layer the final
-        hidden.
-        """
-        x = self.embed_tokens(tokens)  # (B, N, C)
-        x = x.repeat(1, 1, self.config.num_streams)
+        Tap L is the output of layer L (0-based), before any final norm: the input of layer L + 1.
+        With streams it is their mix (B,N,C), and after the last layer the final hidden."""
+        x = self.embed_tokens(tokens).repeat(1, 1, self.config.num_streams)  # (B, N, streams*C)
         rope = rotary(view.positions, self.config.rotary_dim, self.config.rope_theta)
         inputs = []  # of each layer, where tapped
         states = []
@@ -859,46 +785,32 @@ class Decoder(nn.Module):
         return hidden, taps, states
 
 
-def init_weights(module: nn.Module, std: float = 0.02) -> None:
-    """Fresh weights: normal matrices, unit norms. Used as `model.apply(init_weights)`."""
-    if isinstance(module, nn.Linear | nn.Embedding | NGramTable):
-        nn.init.normal_(module.weight, std=std)
-    elif isinstance(module, Experts):
-        nn.init.normal_(module.gate_up_proj, std=std)
-        nn.init.normal_(module.down_proj, std=std)
+def init_weights(module: nn.Module) -> None:
+    """Draw fresh matrices and leave norms at one: `model.apply(init_weights)`."""
+    if isinstance(module, nn.Linear | nn.Embedding | NGramTable | Experts):
+        for matrix in module.parameters(recurse=False):
+            nn.init.normal_(matrix, std=0.02)
 
 
 # --------------------------------------------------------------------------------------- the lesson
 
 
-def attention_by_hand() -> None:
-    """Two tokens, one head of width 2, in plain Python numbers."""
-    q = [[1.0, 0.0], [0.5, 1.0]]
+def main():
+    q = [0.5, 1.0]  # one head of width 2
     k = [[0.0, 1.0], [1.0, 1.0]]
     v = [[1.0, 2.0], [3.0, 0.0]]
-    print("1. Attention of two tokens, one head of width 2. Token 1 sees tokens 0 and 1:\n")
-    print("   token   q            k            v")
-    for t in range(2):
-        print(f"   {t}       {q[t]}   {k[t]}   {v[t]}")
-    scores = [sum(a * b for a, b in zip(q[1], k[s])) / math.sqrt(2) for s in range(2)]
+    scores = [sum(a * b for a, b in zip(q, k_s)) / math.sqrt(2) for k_s in k]
     exponentials = [math.exp(score) for score in scores]
     weights = [number / sum(exponentials) for number in exponentials]
-    out = [sum(weights[s] * v[s][d] for s in range(2)) for d in range(2)]
-    print(f"\n   scores  q_1 · k_s / sqrt(2)   {rounded(scores)}")
-    print(f"   weights softmax               {rounded(weights)}")
-    print(f"   out     sum of weight * v_s   {rounded(out)}")
+    out = [sum(weight * v_s[d] for weight, v_s in zip(weights, v)) for d in range(2)]
+    print(f"1. Attention by hand: q = {q}, k = {k}, v = {v}\n")
+    print(f"   scores  q · k_s / sqrt(2)     {torch.tensor(scores)}")
+    print(f"   weights softmax               {torch.tensor(weights)}")
+    print(f"   out     sum of weight * v_s   {torch.tensor(out)}")
     kv = torch.stack([torch.tensor(k), torch.tensor(v)], 1)[None, :, :, None]  # (1, 2, 2, 1, 2)
-    both = attention(torch.tensor(q)[None, :, None], kv, None)  # (1, 2, 1, 2)
-    print(f"   the function `attention`      {rounded(both[0, 1, 0].tolist())}")
-
-
-def rounded(numbers) -> list[float]:
-    return [round(number, 4) for number in numbers]
-
-
-def main():
+    same = attention(torch.tensor(q)[None, None, None], kv, None)  # (1, 1, 1, 2)
+    print(f"   the function `attention`      {same[0, 0, 0]}")
     torch.manual_seed(0)
-    attention_by_hand()
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
     config = ModelConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     decoder = Decoder(config).apply(init_weights)
@@ -909,9 +821,7 @@ def main():
     whole, _, _ = decoder(tokens, causal_view(1, 4))
     _, _, past = decoder(tokens[:, :3], causal_view(1, 3))
     cached, _, _ = decoder(tokens[:, 3:], causal_view(1, 1, T=3), past)
-    print("\n3. The final hidden state of token 3, run with tokens 0..2, and run on their state:\n")
-    print(f"   {rounded(whole[0, 3].tolist())}")
-    print(f"   {rounded(cached[0, 0].tolist())}")
+    print("\n3. The final hidden state of token 3, run with tokens 0..2, and run on their state:")
     print(f"   largest difference {(whole[0, 3] - cached[0, 0]).abs().max().item():.1e}")
 
 

@@ -44,7 +44,7 @@ PER_TOKEN = ("qkv", "k", "u", "g")  # what a linear layer keeps of each token
 KERNEL_DEVICES = ("cuda",)  # where flash-linear-attention's kernels run
 KERNEL_TOLERANCE = 1e-5  # how far from ours they may be, as a share of the largest number
 
-# ---------------------------------------------------------------------- 1. the rule, token by token
+# ------------------------------------------ 1 and 2. the rule: token by token, many tokens at once
 
 
 def l2_normed(x: Tensor) -> Tensor:
@@ -56,9 +56,8 @@ def expand_heads(x: Tensor, num_heads: int) -> Tensor:
     return x if x.shape[-2] == num_heads else x.repeat_interleave(num_heads // x.shape[-2], -2)
 
 
-def recurrent(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def recurrent(q, k, v, g, beta, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Equation (1), token by token -> o, u, the last state. The slow twin of everything below."""
-    S = state
     q, k = expand_heads(q, v.shape[-2]), expand_heads(k, v.shape[-2])
     o, u = torch.empty_like(v), torch.empty_like(v)
     for t in range(v.shape[-3]):
@@ -71,15 +70,10 @@ def recurrent(q, k, v, g, beta, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return o, u, S
 
 
-# ------------------------------------------------------------------------- 2. many tokens at once
-
-
 def delta_rule_chunk(q, k, v, g, beta, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """o and u of N tokens at once, all of which start from one state.
-
-    seen (..., N, N): row i marks token i and the tokens before it in its history, none of them
-    later than i. A stretch of text has a lower triangle, a tree its ancestors.
-    """
+    """o and u of N tokens at once, all of which start from one state. Row i of seen (..., N, N)
+    marks token i and the tokens before it in its history, none of them later than i: a stretch of
+    text has a lower triangle, a tree its ancestors."""
     H = v.shape[-2]
     q, k, v = (x.transpose(-2, -3) for x in (expand_heads(q, H), expand_heads(k, H), v))
     beta = beta.mT[..., None]  # (..., H, N, 1)
@@ -103,9 +97,7 @@ def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
     return G[..., -1, :, None, None].exp() * state + k.mT @ u.transpose(-2, -3)
 
 
-def delta_rule(
-    q, k, v, g, beta, state: Tensor, checkpoint_tokens=()
-) -> tuple[Tensor, Tensor, Tensor]:
+def delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens=()) -> tuple[Tensor, ...]:
     """`recurrent` for a stretch of text -> o, u, states (B,M,H,D_k,D_v): after each checkpoint
     token, and last after them all. On a GPU by outside kernels, if they agree with ours."""
     ends_of_chunks = all((token + 1) % CHUNK == 0 for token in checkpoint_tokens)
@@ -115,9 +107,7 @@ def delta_rule(
     return chunk_by_chunk(q, k, v, g, beta, state, checkpoint_tokens)
 
 
-def chunk_by_chunk(
-    q, k, v, g, beta, state: Tensor, checkpoint_tokens=()
-) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_by_chunk(q, k, v, g, beta, state: Tensor, checkpoint_tokens) -> tuple[Tensor, ...]:
     """`delta_rule` in torch, CHUNK tokens at a time. Checkpoint tokens end a chunk early."""
     N = v.shape[-3]
     ends = sorted({*range(CHUNK, N, CHUNK), *(token + 1 for token in checkpoint_tokens), N})
@@ -180,7 +170,7 @@ def kernels_agree(device, H_k: int, D_k: int, H: int, D_v: int) -> bool:
     return gap < KERNEL_TOLERANCE
 
 
-# ----------------------------------------------------------------------------------- 3. checkpoints
+# -------------------------------------------------------- 3 to 5. checkpoints, replay and the tree
 
 
 def token_bytes(config, itemsize: int) -> int:
@@ -207,19 +197,13 @@ def checkpoint_spacing(config, itemsize: int) -> int:
 
 def positional_names(state: dict) -> list[str]:
     """The names in a layer's state, of whatever kind, that have one entry per trunk position."""
-    others = ["states", "after", "base"]
-    if "base" in state:  # only the end of the trunk is kept, see `last_tokens`
-        others += PER_TOKEN
+    cut = PER_TOKEN if "base" in state else ()  # only the trunk's end is kept, see `last_tokens`
+    others = ("states", "after", "base", *cut)
     return [name for name in state if name not in others]
 
 
 def extended_checkpoints(
-    past: dict | None,
-    new: dict,
-    path: Tensor,
-    lengths: Tensor,
-    checkpoint_tokens=(),
-    keep_last: bool = False,
+    past: dict | None, new: dict, path: Tensor, lengths: Tensor, checkpoint_tokens, keep_last: bool
 ) -> dict:
     """The trunk's checkpoints once the tokens path (B,P; -1 behind the last) of `new` have joined
     its `lengths` tokens: the old ones, those after the checkpoint tokens (numbers in path), and the
@@ -254,18 +238,14 @@ def last_tokens(past: dict | None, new: dict, path: Tensor, lengths: Tensor, siz
     return state
 
 
-# ---------------------------------------------------------------------------------------- 4. replay
-
-
 def replay_states(past: dict, positions: Tensor) -> Tensor:
     """The states (B,P,H,D_k,D_v) after trunk positions (B,P), -1 = before the first token, each
     from the nearest checkpoint at or before it, in one product (paper: indexed state replay)."""
     after = past["after"][:, None]  # (B, 1, M)
-    nearest, index = torch.where(after <= positions[..., None], after, -2).max(-1)  # (B, P)
+    nearest, index = torch.where(after <= positions[..., None], after, -1).max(-1)  # (B, P)
     state = gather_slots(past["states"], index) * (nearest >= 0)[..., None, None, None]
     if "base" in past:  # only the state at the end is kept, and no other is wanted
         return state
-    nearest = nearest.clamp(min=-1)
     longest = int((positions - nearest).max())
     slots = nearest[..., None] + 1 + torch.arange(longest, device=positions.device)  # (B, P, n)
     inside = (slots <= positions[..., None])[..., None]
@@ -275,40 +255,30 @@ def replay_states(past: dict, positions: Tensor) -> Tensor:
     return advance_state(state, k, u * inside[..., None], g * inside)
 
 
-# -------------------------------------------------------------------------------------- 5. the tree
-
-
 def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Tensor]:
     """o and u (B,N,H,D_v) of a tree's nodes. Each group of nodes starts from the state of its root,
     and within it each node sees its ancestors."""
-    B, P, m = view.groups.shape
+    B, P, _ = view.groups.shape
     N = v.shape[1]
     nodes = view.groups.clamp(min=0)  # (B, P, m)
-
-    def grouped(x: Tensor) -> Tensor:  # (B, N, ...) -> (B, P, m, ...)
-        return gather_slots(x, nodes.flatten(1)).unflatten(1, (P, m))
+    rows = torch.arange(B, device=nodes.device)[:, None, None]
 
     def ungrouped(x: Tensor) -> Tensor:  # (B, P, m, H, D) -> (B, N, H, D)
-        slots = torch.where(view.groups >= 0, view.groups, N).flatten(1)  # N is cut off
         out = x.new_zeros(B, N + 1, *x.shape[3:])
-        out[rows[..., 0, 0], slots] = x.flatten(1, 2)
+        out[rows, torch.where(view.groups >= 0, view.groups, N)] = x  # padding goes to slot N
         return out[:, :N]
 
-    rows = torch.arange(B, device=nodes.device)[:, None, None, None]
-    is_node = (view.groups >= 0) & grouped(view.valid)  # (B, P, m), False = padding
+    is_node = (view.groups >= 0) & view.valid[rows, nodes]  # (B, P, m), False = padding
     ancestors = view.mask[:, 0, :, view.num_trunk_slots :]  # (B, N, N)
-    seen = ancestors[rows, nodes[..., :, None], nodes[..., None, :]] & is_node[..., None, :]
+    seen = ancestors[rows[..., None], nodes[..., :, None], nodes[..., None, :]]  # (B, P, m, m)
     if past is None:  # nothing has run yet
         state = v.new_zeros(B, P, v.shape[-2], k.shape[-1], v.shape[-1])
     else:
         state = replay_states(past, view.roots)
-    q, k, v, g, beta = (grouped(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x[rows, nodes] for x in (q, k, v, g, beta))  # (B, P, m, ...)
     g, beta = g * is_node[..., None], beta * is_node[..., None]
-    o, u = delta_rule_chunk(q, k, v, g, beta, state, seen)
+    o, u = delta_rule_chunk(q, k, v, g, beta, state, seen & is_node[..., None, :])
     return ungrouped(o), ungrouped(u)
-
-
-# --------------------------------------------------------------------------------------- the lesson
 
 
 def show(state: Tensor) -> str:
@@ -320,34 +290,34 @@ def main():
     T, H, D = 8, 1, 2
     q, k = l2_normed(torch.randn(1, T, H, D)), l2_normed(torch.randn(1, T, H, D))
     v, g, beta = torch.randn(1, T, H, D), -torch.rand(1, T, H), torch.rand(1, T, H)
+    trunk = (q, k, v, g, beta)
     start = torch.zeros(1, H, D, D)
-    slow_o, _, slow = recurrent(q, k, v, g, beta, start)
+    slow_o, _, slow = recurrent(*trunk, start)
     print(f"1. eight tokens, one by one: S_7 = {show(slow)}")
-    o, u, states = delta_rule(q, k, v, g, beta, start, checkpoint_tokens=(2,))
-    gap = (o - slow_o).abs().max().item()
+    o, u, states = delta_rule(*trunk, start, checkpoint_tokens=(2,))
+    gap = (o - slow_o).abs().max()
     print(f"2. all at once, by a triangular system: largest difference of o_t {gap:.1e}")
     print(f"3. the checkpoint after token 2: S_2 = {show(states[:, 0])}")
     print("4. replay from there to an anchor at token a = 7:")
     print("   t      g_t   e^(G_a-G_t)   k_t              u_t")
     G = g[0, 3:, 0].cumsum(0)
     for t in range(3, T):
-        decay = (G[-1] - G[t - 3]).exp().item()
-        numbers = "".join(f"{x:8.4f}" for x in (*k[0, t, 0].tolist(), *u[0, t, 0].tolist()))
-        print(f"   {t}  {g[0, t, 0].item():7.4f}    {decay:8.4f}   {numbers}")
+        decay = (G[-1] - G[t - 3]).exp()
+        numbers = "".join(f"{x:8.4f}" for x in (*k[0, t, 0], *u[0, t, 0]))
+        print(f"   {t}  {g[0, t, 0]:7.4f}    {decay:8.4f}   {numbers}")
     past = {"k": k, "u": u, "g": g, "states": states[:, :1], "after": torch.tensor([[2]])}
     replayed = replay_states(past, torch.tensor([[7]]))
-    gap = (replayed[:, 0] - slow).abs().max().item()
+    gap = (replayed[:, 0] - slow).abs().max()
     print(f"   S_7 in one product = {show(replayed)}, largest difference {gap:.1e}")
     print("5. two branches of two nodes each leave the trunk at token 4:")
     branches = torch.tensor([[[[10, 11, 12], [20, 21, 22]]]])  # their last tokens need no node
     tree = build_tree(torch.arange(T)[None], torch.tensor([T]), torch.tensor([[4]]), branches)
-    trunk = (q, k, v, g, beta)
     nodes = [x[:, :4].flip(1) for x in trunk]  # any numbers will do
     packed, _ = delta_rule_on_tree(*nodes, past, tree.view())
     for branch in (slice(0, 2), slice(2, 4)):
         history = [torch.cat([x[:, :5], y[:, branch]], 1) for x, y in zip(trunk, nodes)]
         alone, _, _ = recurrent(*history, start)
-        gap = (packed[:, branch] - alone[:, 5:]).abs().max().item()
+        gap = (packed[:, branch] - alone[:, 5:]).abs().max()
         print(f"   o of one branch: packed - alone, largest difference {gap:.1e}")
 
 

@@ -28,22 +28,19 @@ LINEAR_FIELDS = """
     layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
 """.split()
-EXPERT_FIELDS = """
-    num_experts num_experts_per_tok norm_topk_prob moe_intermediate_size
-    shared_expert_intermediate_size
-""".split()
 INDEXER_FIELDS = "indexer_n_heads indexer_head_dim indexer_budget indexer_compress_ratio".split()
 STREAM_FIELDS = """
-    output_gate_type hc_count hc_lowrank ple_layer_ids ple_embed_dim ple_conv_kernel_size
-    ngram_size heads_per_ngram ngram_vocab_size_base make_ngram_vocab_size_divisible_by seed
-    split_ngram_parts eos_token_id
+    num_experts num_experts_per_tok norm_topk_prob moe_intermediate_size
+    shared_expert_intermediate_size output_gate_type hc_count hc_lowrank ple_layer_ids ple_embed_dim
+    ple_conv_kernel_size ngram_size heads_per_ngram ngram_vocab_size_base
+    make_ngram_vocab_size_divisible_by seed split_ngram_parts eos_token_id
 """.split()
 HYBRID_FIELDS = COMMON_FIELDS + LINEAR_FIELDS
 FAMILY_FIELDS = {  # all fields that a family's file has
     "llama": COMMON_FIELDS,
     "qwen3": COMMON_FIELDS,
     "qwen3_5_text": HYBRID_FIELDS,
-    "qwen4_exp_text": HYBRID_FIELDS + EXPERT_FIELDS + INDEXER_FIELDS + STREAM_FIELDS,
+    "qwen4_exp_text": HYBRID_FIELDS + INDEXER_FIELDS + STREAM_FIELDS,
 }
 NEEDED = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
 IMPLEMENTED_VALUES = {  # keys that change the arithmetic, with the values that leave it unchanged
@@ -99,18 +96,17 @@ def config_json(fields: dict) -> dict:
 def _check_kinds(config_dict: dict, source: str) -> None:
     """Check the values that are words, lists or blocks, and the stop ids."""
     blocks = ("rope_parameters", "rope_scaling", "quantization_config", "text_config")
-    kinds = {"model_type": str, "layer_types": list, "ple_layer_ids": list}
-    item_kinds = {"layer_types": str, "ple_layer_ids": int}
-    for name, kind in (kinds | dict.fromkeys(blocks, dict)).items():
+    kinds = dict.fromkeys(blocks, dict) | {"model_type": str, "eos_token_id": int | list}
+    kinds |= {"layer_types": list, "ple_layer_ids": list}
+    item_kinds = {"layer_types": str, "ple_layer_ids": int, "eos_token_id": int}
+    for name, kind in kinds.items():
         value = config_dict.get(name)
         items = value if isinstance(value, list) else ()
         items_fit = all(isinstance(item, item_kinds.get(name, object)) for item in items)
         if not isinstance(value, kind | None) or not items_fit:
             raise ValueError(f"{source}: {name} is {value!r}, of the wrong kind")
-    stop_ids = config_dict.get("eos_token_id")
-    as_list = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    if not as_list or not all(isinstance(stop_id, int | None) for stop_id in as_list):
-        raise ValueError(f"{source}: eos_token_id is {stop_ids!r}, no id and no list of ids")
+    if config_dict.get("eos_token_id") == []:
+        raise ValueError(f"{source}: eos_token_id is an empty list")
 
 
 def _text_part(config_dict: dict, source: str) -> tuple[str, dict]:
@@ -175,10 +171,8 @@ def _hybrid_fields(fields: dict, config_dict: dict, source: str) -> dict:
     if not all(isinstance(count, int) and count > 0 for count in (num_layers, interval)):
         counts = f"num_hidden_layers {num_layers!r}, full_attention_interval {interval!r}"
         raise ValueError(f"{source}: {counts}: no positive numbers")
-    layer_types = fields.get("layer_types")
-    if layer_types is None:
-        is_full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
-        layer_types = ["full_attention" if full else "linear_attention" for full in is_full]
+    group = ["linear_attention"] * (interval - 1) + ["full_attention"]
+    layer_types = fields.get("layer_types", (group * num_layers)[:num_layers])
     changed = {}
     if fields["model_type"] == "qwen4_exp_text":
         changed["ple_embed_dim"] = fields.get("ple_embed_dim", fields["hidden_size"])

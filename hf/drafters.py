@@ -20,28 +20,26 @@ ARCHITECTURES = {  # kind: architecture of a fresh drafter
     "dspark": "Qwen3DSparkModel",
 }
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-SELECTOR_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SELECTOR_FIELDS = "conv_kernel_size conv_group_size selector_rank selector_top_k".split()
 SCALES = {  # name: the value that changes nothing
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-SPARK_FIELDS = (
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "num_anchors",
-)
-FIELDS_OF_KIND = {"dflash": (), "dflash2": (*SELECTOR_FIELDS, *SCALES), "dspark": SPARK_FIELDS}
+SPARK_FIELDS = """
+    markov_rank markov_head_type enable_confidence_head confidence_head_with_markov num_anchors
+""".split()
+FIELDS_OF_KIND = {"dflash": [], "dflash2": [*SELECTOR_FIELDS, *SCALES], "dspark": SPARK_FIELDS}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
     """Read a drafter's config.json in either dialect. Return the fields of `DrafterConfig` without
     `layers`, and the dictionary to be read as the `ModelConfig` of those layers."""
+    drafters_own = ("layer_types", "use_sliding_window", *SCALES)
+    layer_dict = {k: v for k, v in config_dict.items() if k not in drafters_own}
     try:
-        return _drafter_fields(config_dict), _layer_dict(config_dict)
+        return _drafter_fields(config_dict), layer_dict
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
@@ -50,15 +48,12 @@ def config_json(fields: dict, layer_json: dict) -> dict:
     """Return the config.json of a drafter, in the dialect of its architecture. `fields` are those
     of its DrafterConfig, `layer_json` is the config.json of its layers."""
     kind = KINDS[fields["architecture"]]
-    block = {
-        "mask_token_id": fields["mask_token_id"],
-        "target_layer_ids": list(fields["target_layer_ids"]),
-    }
+    block = {"mask_token_id": fields["mask_token_id"]}
+    block["target_layer_ids"] = list(fields["target_layer_ids"])
+    unwritten = SCALES | {"num_anchors": 0}  # values that say nothing
     for name in FIELDS_OF_KIND[kind]:
-        if fields[name] != SCALES.get(name):  # a scale that changes nothing is not written
+        if fields[name] != unwritten.get(name):
             block[name] = fields[name]
-    if not fields["num_anchors"]:
-        block.pop("num_anchors", None)
     if kind != "dflash":
         block["block_size"] = fields["block_size"]  # loaders of these kinds look for it here
     full = ["full_attention"] * layer_json["num_hidden_layers"]
@@ -75,13 +70,15 @@ def config_json(fields: dict, layer_json: dict) -> dict:
 
 
 def _drafter_fields(config_dict: dict) -> dict:
-    architecture = _architecture(config_dict)
-    kind = KINDS[architecture]
+    names = config_dict.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in KINDS:
+        raise ValueError(f"architectures {names}; implemented: {', '.join(KINDS)}")
+    kind = KINDS[names[0]]
     block = config_dict.get("dflash_config") or {}
     if not isinstance(block, dict):
         raise ValueError(f"dflash_config {block!r} is no block of fields")
     blocks = (config_dict, block)
-    fields = {"architecture": architecture} | _required_fields(blocks)
+    fields = {"architecture": names[0]} | _required_fields(blocks)
     _refuse_unimplemented(blocks, kind)
     fields["layer_types"], fields["sliding_window"] = _layer_types_and_window(blocks)
     fields["num_target_layers"] = _field(blocks, "num_target_layers")
@@ -98,19 +95,6 @@ def _drafter_fields(config_dict: dict) -> dict:
     if kind == "dspark":
         fields.setdefault("markov_rank", 0)
     return fields
-
-
-def _layer_dict(config_dict: dict) -> dict:
-    """Return the config with the fields removed that a drafter's layers read otherwise."""
-    layer_dict = {k: v for k, v in config_dict.items() if k not in ("layer_types", *SCALES)}
-    return layer_dict | {"use_sliding_window": False}
-
-
-def _architecture(config_dict: dict) -> str:
-    names = config_dict.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in KINDS:
-        raise ValueError(f"architectures {names}; implemented: {', '.join(KINDS)}")
-    return names[0]
 
 
 def _field(blocks: tuple[dict, dict], name: str):
@@ -130,24 +114,17 @@ def _required_fields(blocks: tuple[dict, dict]) -> dict:
     ids = fields["target_layer_ids"]
     numbers = [fields["block_size"], fields["mask_token_id"]]
     if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, *numbers]):
-        raise ValueError(
-            f"target_layer_ids {ids} must be a list of integers, "
-            f"block_size and mask_token_id {numbers} integers"
-        )
+        wanted = f"a list of integers, block_size and mask_token_id {numbers} integers"
+        raise ValueError(f"target_layer_ids {ids} must be {wanted}")
     return fields | {"target_layer_ids": tuple(ids)}
 
 
 def _refuse_unimplemented(blocks: tuple[dict, dict], kind: str) -> None:
     """Raise an error for a field that changes the arithmetic and is not implemented."""
-    config_dict = blocks[0]
-    hidden_size = config_dict.get("hidden_size")
-    rows = [  # name, value, accepted
-        ("model_type", config_dict.get("model_type"), "qwen3"),
-        ("target_hidden_size", _field(blocks, "target_hidden_size"), hidden_size),
-    ]
-    for name, neutral in SCALES.items():
-        if name not in FIELDS_OF_KIND[kind]:
-            rows.append((name, _field(blocks, name), neutral))
+    neutral = {"target_hidden_size": blocks[0].get("hidden_size")}
+    neutral |= {} if kind == "dflash2" else SCALES
+    rows = [(name, _field(blocks, name), accepted) for name, accepted in neutral.items()]
+    rows.append(("model_type", blocks[0].get("model_type"), "qwen3"))
     for name, value, accepted in rows:
         if value not in (None, accepted):
             raise ValueError(f"{name} = {value!r} is not implemented, only {accepted!r}")
@@ -158,25 +135,20 @@ def _layer_types_and_window(blocks: tuple[dict, dict]) -> tuple[tuple, int]:
     return an empty tuple and 0."""
     config_dict = blocks[0]
     num_layers = config_dict.get("num_hidden_layers")
-    if type(num_layers) is not int:
-        raise ValueError(f"num_hidden_layers {num_layers!r} must be an integer")
+    if type(num_layers) is not int or num_layers < 1:
+        raise ValueError(f"num_hidden_layers {num_layers!r} must be a positive integer")
     layer_types = config_dict.get("layer_types")
     use_swa = _field(blocks, "use_swa")
-    if not isinstance(use_swa, bool | None):
-        raise ValueError(f"use_swa {use_swa!r} must be true or false")
     if layer_types is None:  # use_sliding_window also stands in configs that list their layers
         slides = use_swa or config_dict.get("use_sliding_window")
         layer_types = ["sliding_attention" if slides else "full_attention"] * num_layers
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or not all(layer_type in LAYER_TYPES for layer_type in layer_types)
-    ):
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not is_list or any(layer_type not in LAYER_TYPES for layer_type in layer_types):
         accepted = f"{num_layers} of {' and '.join(LAYER_TYPES)}"
         raise ValueError(f"layer_types {layer_types!r} are not {accepted}")
     slides = "sliding_attention" in layer_types
-    if use_swa is not None and use_swa != slides:
-        raise ValueError(f"use_swa {use_swa} contradicts layer_types {layer_types}")
+    if use_swa is not None and use_swa is not slides:
+        raise ValueError(f"use_swa {use_swa!r} contradicts layer_types {layer_types}")
     if not slides:
         return (), 0
     windows = [_field(blocks, name) for name in ("sliding_window", "swa_window_size")]

@@ -44,14 +44,13 @@ def model_folder(name: str) -> Path:
     installed."""
     if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
         return Path(name)
+    problem = f"{name} is no folder here"
     try:
         import huggingface_hub
-    except ImportError:
-        raise FileNotFoundError(
-            f"{name} is no folder here; as a hub's name it needs: pip install huggingface_hub, or "
-            f"fetch it yourself: hf download {name} --local-dir {name.split('/')[1]}"
-        ) from None
-    try:
+
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except ImportError:
+        fetch = f"pip install huggingface_hub, or hf download {name} --local-dir FOLDER"
+        raise FileNotFoundError(f"{problem}; as a hub's name it needs: {fetch}") from None
     except Exception as error:  # the hub's client raises many kinds
-        raise FileNotFoundError(f"{name} is no folder here, and no hub gave it: {error}") from None
+        raise FileNotFoundError(f"{problem}, and no hub gave it: {error}") from None

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf.config import FP8_BLOCK
 from hf.files import open_tensors, read_json
@@ -28,7 +28,7 @@ TABLE = ".ngram_embedding.weight"  # stays on the host in the file's dtype; its 
 FLOAT32 = (".A_log", ".dt_bias", ".weight_scale")  # whatever dtype the other tensors get
 FP8 = torch.float8_e4m3fn
 OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-WHOLE = (slice(None),)  # the region that is all of a tensor
+WHOLE = (...,)  # the region that is all of a tensor
 SMALL = 2**20  # bytes; a smaller tensor is copied, so that its file need not stay mapped
 
 
@@ -57,8 +57,8 @@ def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
     its embedding; bfloat16 for FP8."""
     blocks = (config_dict.get("text_config") or {}, config_dict)
     names = [block.get(key) for block in blocks for key in ("dtype", "torch_dtype")]
-    names = [name for name in names if name]
-    dtype = getattr(torch, str(names[0]), None) if names else None
+    name = next(filter(None, names), "")
+    dtype = getattr(torch, str(name), None)
     if isinstance(dtype, torch.dtype):
         return dtype if dtype.itemsize > 1 else torch.bfloat16
     for name, path in tensor_files(folder).items():
@@ -66,9 +66,6 @@ def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
             kind = open_tensors(path).get_slice(name).get_dtype()
             return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
     return None
-
-
-# -------------------------------------------------------------- layouts: which tensor goes where
 
 
 def layout(config):
@@ -103,9 +100,7 @@ def flat_names(stored: str, parameters: dict):
     return stored.removeprefix("model."), WHOLE
 
 
-def match_tensors(
-    parameters: dict, shapes: dict, paths: dict, layout, tied: dict, folder
-) -> tuple[dict, int]:
+def match_tensors(parameters, shapes, paths, layout, tied, folder) -> tuple[dict, int]:
     """Return which stored tensors fill each tensor of the module, {name: [(stored name, region)]},
     and how many stored tensors are skipped.
 
@@ -117,45 +112,30 @@ def match_tensors(
     for stored, shape in shapes.items():
         if stored.endswith("_scale_inv") and stored.removesuffix("_scale_inv") in shapes:
             continue  # read with its weight
+        label = f"{paths[stored]}: tensor {stored}"
         target = layout(stored, parameters)
         if target is None:
             num_skipped += 1
             continue
         name, region = target
         try:
-            expected = _region_shape(parameters[name], region)
+            expected = tuple(parameters[name][region].shape)
         except (KeyError, IndexError):
-            raise ValueError(f"{paths[stored]}: tensor {stored} has no place here") from None
+            raise ValueError(f"{label} has no place here") from None
         is_scalar = expected == () and tuple(shape) == (1,)
         if expected != tuple(shape) and not is_scalar:
-            raise ValueError(
-                f"{paths[stored]}: tensor {stored} has shape {tuple(shape)}, "
-                f"the config says {expected}"
-            )
+            raise ValueError(f"{label} has shape {tuple(shape)}, the config says {expected}")
         sources.setdefault(name, []).append((stored, region))
     for name, other in tied.items():
         if name not in sources and other in sources:
             sources[name] = sources[other]
-    _check_complete(parameters, sources, folder)
-    return sources, num_skipped
-
-
-def _region_shape(parameter: Tensor, region: tuple) -> tuple:
-    return tuple(parameter[region].shape) if parameter.dim() else ()
-
-
-def _check_complete(parameters: dict, sources: dict, folder) -> None:
-    """Raise an error if a tensor of the module is not filled whole. (A table that is not FP8 has no
-    scale.)"""
     for name, parameter in parameters.items():
-        shapes = [_region_shape(parameter, region) for _, region in sources.get(name, ())]
-        count = sum(map(math.prod, shapes))
-        if count != parameter.numel() and not name.endswith(".weight_scale"):
+        count = sum(parameter[region].numel() for _, region in sources.get(name, ()))
+        is_optional = name.endswith(".weight_scale")  # a table that is not FP8 has none
+        if count != parameter.numel() and not is_optional:
             problem = f"has {count} of {parameter.numel()} numbers" if count else "is missing"
             raise ValueError(f"{folder}: tensor {name} {problem}")
-
-
-# ------------------------------------------------------------------------------ reading tensors
+    return sources, num_skipped
 
 
 class TensorReader:
@@ -168,14 +148,12 @@ class TensorReader:
         self.max_bytes = max_bytes
         self.paths = tensor_files(folder)
         self._open_files()
-        self.shapes = {name: self._slice(name).get_shape() for name in self.paths}
+        slices = {name: self.files[path].get_slice(name) for name, path in self.paths.items()}
+        self.shapes = {name: part.get_shape() for name, part in slices.items()}
 
     def _open_files(self) -> None:
         self.files = {path: open_tensors(path) for path in set(self.paths.values())}
         self.num_bytes_read = 0
-
-    def _slice(self, name: str):
-        return self.files[self.paths[name]].get_slice(name)
 
     def _get_tensor(self, name: str) -> Tensor:
         """Read a tensor as it is stored. A mapped file keeps in memory what was read of it, so the
@@ -223,10 +201,8 @@ class TensorReader:
             if whole is None:
                 whole = torch.empty(parameter.shape, dtype=part.dtype, device=part.device)
             if name.endswith(TABLE) and part.dtype != whole.dtype:
-                raise ValueError(
-                    f"{self.paths[stored]}: tensor {stored} holds {part.dtype}, "
-                    f"another shard of it {whole.dtype}"
-                )
+                dtypes = f"holds {part.dtype}, another shard of it {whole.dtype}"
+                raise ValueError(f"{self.paths[stored]}: tensor {stored} {dtypes}")
             whole[region] = part
             del part  # or its file stays mapped while the next part is read
         return whole
@@ -248,26 +224,17 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bound.isfinite() for bound in tensor.aminmax())
 
 
-# ------------------------------------------------------------------------------- whole modules
-
-
-def load_weights(
-    module: nn.Module, folder, device="cpu", dtype=None, layout=flat_names, tied=None
-) -> int:
-    """Fill a module (built on meta or not) from a model folder, tensor by tensor. Return how many
-    stored tensors were skipped.
-
-    dtype None keeps the file's, bfloat16 for FP8. For layout and tied see `match_tensors`.
-    """
+def load_weights(module, folder, device="cpu", dtype=None, layout=flat_names, tied=None) -> int:
+    """Fill a torch module (on meta or not) from a model folder. Return how many stored tensors were
+    skipped. dtype None keeps the file's, bfloat16 for FP8. layout and tied: see `match_tensors`."""
     tied = tied or {}
     parameters = module.state_dict(keep_vars=True)
     reader = TensorReader(folder, device, dtype, max(p.nbytes for p in parameters.values()))
-    sources, num_skipped = match_tensors(
-        parameters, reader.shapes, reader.paths, layout, tied, folder
-    )
+    paths = reader.paths
+    sources, num_skipped = match_tensors(parameters, reader.shapes, paths, layout, tied, folder)
     shared = {name: other for name, other in tied.items() if sources[name] == sources[other]}
     names = [name for name in sources if name not in shared]
-    names.sort(key=lambda name: str(reader.paths[sources[name][0][0]]))  # file after file
+    names.sort(key=lambda name: str(paths[sources[name][0][0]]))  # file after file
     tensors = {}
     for name in names:
         tensor = reader.assemble(name, sources[name], parameters[name])
@@ -298,12 +265,11 @@ def in_shards(tensors: dict[str, Tensor], num_parts: int) -> dict[str, Tensor]:
     """Return tensors as they are saved: n-gram tables in the parts that releases have them in."""
     saved = {}
     for name, tensor in tensors.items():
+        is_scale = name.endswith(f"{TABLE}_scale")
         if name.endswith(TABLE):
             stem = name.removesuffix("weight")
             for number, part in enumerate(tensor.chunk(num_parts)):
                 saved[f"{stem}shard_{number}.weight"] = part
-        elif name.endswith(f"{TABLE}_scale") and tensors[name.removesuffix("_scale")].dtype != FP8:
-            continue  # it is 1
-        else:
+        elif not is_scale or tensors[name.removesuffix("_scale")].dtype == FP8:  # else it is 1
             saved[name] = tensor
     return saved

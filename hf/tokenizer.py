@@ -8,7 +8,6 @@ names it.
 """
 
 import contextlib
-import dataclasses
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
     pad_id: int
     special: dict[str, int]
-    unknown: int | None = None  # stands for a byte that has no token; None: such bytes are dropped
-    normalise: bool = False  # NFC, between special tokens
-    template: str | None = None  # Jinja text
-    names: dict[str, str] = dataclasses.field(default_factory=dict)  # bos_token, eos_token, ...
+    unknown: int | None  # stands for a byte that has no token; None: such bytes are dropped
+    normalise: bool  # NFC, between special tokens
+    template: str | None  # Jinja text
+    names: dict[str, str]  # bos_token, eos_token, ...
 
     @property
     def text_ids(self) -> set[int]:
@@ -48,8 +47,7 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return a text's ids. Special tokens spelled out in the text become their ids (of two, the
         longer one), unless special=False."""
-        longest_first = sorted(self.special, key=len, reverse=True)
-        pattern = "|".join(map(re.escape, longest_first))
+        pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
         ids = []
         for part in re.split(f"({pattern})", text) if special and pattern else [text]:
             if special and part in self.special:
@@ -73,29 +71,25 @@ class Tokenizer:
         `options` (enable_thinking, tools, ...) pass through to the template."""
         return render(self.template, messages, add_generation_prompt, self.names | options)
 
-    def supervised(self, messages: list[dict], **options) -> tuple[list[int], list[bool]]:
+    def supervised(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids, and True for those of the assistant's turns: what stands in
         the text with the turn and not without it. A turn that the template renders otherwise once
         more follows (dropped thinking) is left unsupervised. None at all is an error."""
-        whole = self.chat(messages, False, **options)
-        pieces = []  # (text, is supervised)
-        done = 0
+        whole = self.chat(messages, False)
+        cuts = [0]  # of the text; every second piece is a turn of the assistant
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.chat(messages[:i], True, **options)
-            after = self.chat(messages[: i + 1], False, **options)
-            if after.startswith(before) and whole.startswith(after) and len(before) >= done:
-                pieces.append((whole[done : len(before)], False))
-                pieces.append((whole[len(before) : len(after)], True))
-                done = len(after)
-        pieces.append((whole[done:], False))
+            before = self.chat(messages[:i], True)
+            after = self.chat(messages[: i + 1], False)
+            if after.startswith(before) and whole.startswith(after) and len(before) >= cuts[-1]:
+                cuts += [len(before), len(after)]
         ids = []
         mask = []
-        for text, is_supervised in pieces:
-            piece_ids = self.encode(text)
+        for number, (start, end) in enumerate(zip(cuts, [*cuts[1:], None])):
+            piece_ids = self.encode(whole[start:end])
             ids += piece_ids
-            mask += [is_supervised] * len(piece_ids)
+            mask += [number % 2 == 1] * len(piece_ids)
         if not any(mask):
             raise ValueError("nothing to supervise: no assistant turn in the conversation")
         return ids, mask
@@ -107,10 +101,8 @@ def load_tokenizer(folder) -> Tokenizer:
     try:
         return _load(folder)
     except (AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(
-            f"{folder}: tokenizer.json or a file beside it is not of the form of a "
-            f"byte-level BPE: {error!r}"
-        ) from None
+        source = f"{folder}: tokenizer.json or a file beside it"
+        raise ValueError(f"{source} has not the form of a byte-level BPE: {error!r}") from None
 
 
 def _load(folder: Path) -> Tokenizer:
@@ -119,36 +111,34 @@ def _load(folder: Path) -> Tokenizer:
     _check_implemented(file, source)
     model = file["model"]
     special = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
-    _check_ids(model["vocab"] | special, source)
+    ids = model["vocab"] | special
+    are_ids = all(type(i) is int and 0 <= i < 2**31 for i in ids.values())
+    if not are_ids or len(set(ids.values())) < len(ids):
+        raise ValueError(f"{source}: ids that are no numbers from 0 on, one for each token")
     vocab = {text: i for text, i in model["vocab"].items() if text not in special}
     _check_merges(model, vocab, source)
-    ranks = _ranks(vocab, source)
+    alphabet = byte_alphabet()
+    try:
+        ranks = {bytes(alphabet[character] for character in text): i for text, i in vocab.items()}
+    except KeyError as error:
+        raise ValueError(f"{source}: {error} is no byte-level character") from None
     num_tokens = max([*ranks.values(), *special.values()]) + 1
     for byte in range(256):  # a byte without a token gets an id beyond all, replaced by `encode`
         ranks.setdefault(bytes([byte]), num_tokens + byte)
     encoding = tiktoken.Encoding(
         folder.name, pat_str=_pattern(file, source), mergeable_ranks=ranks, special_tokens=special
     )
-    unknown = model.get("unk_token")
     stop_ids, pad_id = _stop_and_pad_ids(folder)
+    unknown = ids.get(model.get("unk_token"))
+    normalise = _normalizers(file) == ["NFC"]
     template, names = _chat_template(folder)
     return Tokenizer(
-        encoding,
-        num_tokens,
-        stop_ids,
-        pad_id,
-        special,
-        unknown=vocab.get(unknown, special.get(unknown)),
-        normalise=_normalizers(file) == ["NFC"],
-        template=template,
-        names=names,
+        encoding, num_tokens, stop_ids, pad_id, special, unknown, normalise, template, names
     )
 
 
 def _normalizers(file: dict) -> list[str]:
-    normalizer = file.get("normalizer")
-    if not normalizer:
-        return []
+    normalizer = file.get("normalizer") or {"normalizers": []}
     return [part.get("type") for part in normalizer.get("normalizers", [normalizer])]
 
 
@@ -161,16 +151,8 @@ def _check_implemented(file: dict, source: Path) -> None:
         raise ValueError(f"{source}: only byte-level BPE is implemented")
     for token in file.get("added_tokens") or []:
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise ValueError(
-                f"{source}: added token {token['content']!r} with lstrip, rstrip or "
-                "single_word is not implemented"
-            )
-
-
-def _check_ids(ids: dict[str, int], source: Path) -> None:
-    are_ids = all(type(i) is int and 0 <= i < 2**31 for i in ids.values())
-    if not are_ids or len(set(ids.values())) < len(ids):
-        raise ValueError(f"{source}: ids that are no numbers from 0 on, one for each token")
+            problem = f"{token['content']!r} with lstrip, rstrip or single_word"
+            raise ValueError(f"{source}: added token {problem} is not implemented")
 
 
 def _check_merges(model: dict, vocab: dict[str, int], source: Path) -> None:
@@ -186,14 +168,6 @@ def _check_merges(model: dict, vocab: dict[str, int], source: Path) -> None:
         raise ValueError(f"{source}: {min(unmade)!r} is a token that no merge makes")
 
 
-def _ranks(vocab: dict[str, int], source: Path) -> dict[bytes, int]:
-    alphabet = byte_alphabet()
-    try:
-        return {bytes(alphabet[character] for character in text): i for text, i in vocab.items()}
-    except KeyError as error:
-        raise ValueError(f"{source}: {error} is no byte-level character") from None
-
-
 def byte_alphabet() -> dict[str, int]:
     """Return the printable stand-in of each byte in byte-level BPE files: {character: byte}."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -202,8 +176,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _pattern(file: dict, source: Path) -> str:
-    """Return the regular expression that cuts text into pieces before BPE, a digit splitter folded
-    in."""
+    """Return the regular expression that cuts text into pieces, a digit splitter folded in."""
     stages = file.get("pre_tokenizer") or {}
     stages = stages.get("pretokenizers", [stages])
     kinds = [stage.get("type") for stage in stages]
@@ -244,15 +217,12 @@ def _chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Read the template, and the names of special tokens that it may use. A file of its own wins
     over the one in tokenizer_config.json."""
     config = _read_if_there(folder / "tokenizer_config.json")
-    names = {}
-    for key, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            names[key] = text
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    names = {name: text for name, text in texts.items() if isinstance(text, str)}
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
-        templates = {entry["name"]: entry["template"] for entry in template}
-        template = templates.get("default")
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     path = folder / "chat_template.jinja"
     if path.is_file():
         template = path.read_text("utf-8")

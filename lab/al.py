@@ -81,24 +81,18 @@ def run(config: Config) -> dict:
     tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
     drafters = {folder: open_drafter(folder, target) for folder in config.drafters}
     options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}
+    drafting = options | {"draft_length": config.draft_length}
+    num_new = config.max_new_tokens
     figures = {folder: {} for folder in drafters}
     for temperature in config.temperatures:
         sampling = Sampling(temperature, config.top_k, config.top_p)
-        print(f"\ntemperature {temperature:g}, {config.max_new_tokens} tokens a prompt")
+        print(f"\ntemperature {temperature:g}, {num_new} tokens a prompt")
         evaluate(target, None, next(iter(tasks.values()))[:2], 8, sampling)  # warms up
-        plain = by_task(target, None, tasks, config.max_new_tokens, sampling, **options)
+        plain = by_task(target, None, tasks, num_new, sampling, **options)
         first = None
         for folder, drafter in drafters.items():
             evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, sampling)
-            results = by_task(
-                target,
-                drafter,
-                tasks,
-                config.max_new_tokens,
-                sampling,
-                draft_length=config.draft_length,
-                **options,
-            )
+            results = by_task(target, drafter, tasks, num_new, sampling, **drafting)
             mean = TaskMean(results)
             over_first = gain(mean, first) if first else None
             first = first or mean

@@ -124,9 +124,6 @@ STUDIES = {
 }
 
 
-# --------------------------------------------------------------------------- folders and configs
-
-
 def start_folder(config: Config, name: str, seed: int) -> Path:
     """Where a study's start is kept; studies with the same start share it."""
     changes = STUDIES[name].changes
@@ -149,19 +146,15 @@ def train_config(config: Config, **changes) -> TrainConfig:
     return TrainConfig(**values | changes)
 
 
-def start_config(config: Config, name: str, seed: int) -> TrainConfig:
-    changes = STUDIES[name].changes | {"seed": seed}
-    eval_every = max(250, config.eval_every)
-    return train_config(
-        config, mode="ce", steps=config.warm_steps, eval_every=eval_every, **changes
-    )
-
-
 def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
+    """The run of an arm, or of a study's "start"."""
     study = STUDIES[name]
+    changes = study.changes | {"seed": seed}
+    if arm == "start":
+        changes |= {"mode": "ce", "steps": config.warm_steps}
+        return train_config(config, eval_every=max(250, config.eval_every), **changes)
     drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
-    changes = study.changes | study.arm_changes | study.arms[arm]
-    return train_config(config, **changes | {"seed": seed, "drafter": drafter})
+    return train_config(config, drafter=drafter, **changes | study.arm_changes | study.arms[arm])
 
 
 def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
@@ -183,9 +176,6 @@ def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
         records = [read_json(path) for path in {required, *filter(Path.is_file, paths)}]
         seconds[timed] = min(r["result"]["seconds"] / r["made_with"]["steps"] for r in records)
     return max(2, round(config.steps * seconds[reference] / seconds[arm]))
-
-
-# ---------------------------------------------------------------------------------------- running
 
 
 class Setting:
@@ -250,7 +240,7 @@ def run_study(config: Config, settings: dict, name: str) -> None:
             stage(start, {"drafter": str(drafter.resolve())}, lambda: {})
             setting.measure_once(start, {"last": drafter, "best": drafter})
         else:
-            setting.train(start_config(config, name, seed), start)
+            setting.train(arm_config(config, name, seed, "start"), start)
         for arm in study.arms:
             if config.arms and arm not in config.arms:
                 continue
@@ -259,9 +249,6 @@ def run_study(config: Config, settings: dict, name: str) -> None:
             if study.same_time_as:
                 run = replace(run, steps=steps_of_same_time(config, name, seed, arm))
             setting.train(run, arm_folder(config, name, seed, arm))
-
-
-# ---------------------------------------------------------------------------------------- results
 
 
 def to_counts(results: Acceptance) -> dict:
@@ -371,9 +358,6 @@ def table(name: str, study: dict) -> tuple[list[str], dict]:
             cells.append(f"{results.mean:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines, figures
-
-
-# ---------------------------------------------------------------------------------------- command
 
 
 def chosen_studies(config: Config) -> list[str]:

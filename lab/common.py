@@ -4,8 +4,10 @@ Times are medians over repeats after a warm-up, with the lowest and the highest.
 compared runs in one process on the same weights, and where it can in turn.
 """
 
+import contextlib
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,12 +81,11 @@ def long_text(config, target: Target, length: int) -> Tensor:
         tokens = pack(load_corpus().held_out, load_tokenizer(config.target))
         tokens = tokens[None, :length].long()
     else:
-        if config.prompt_length >= length:
-            raise ValueError(
-                f"--trunk-length {length} must exceed --prompt-length {config.prompt_length}"
-            )
+        num_new = length - config.prompt_length
+        if num_new < 1:
+            limit = f"--prompt-length {config.prompt_length}"
+            raise ValueError(f"--trunk-length {length} must exceed {limit}")
         (prompt,) = held_out_prompts(config, 1)
-        num_new = length - len(prompt)
         (result,) = generate(target, None, [prompt], num_new, Sampling(1.0), config.seed)
         tokens = torch.tensor([prompt + result.tokens])
     return tokens.to(config.device)
@@ -127,57 +128,50 @@ def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
 
 
 class StageClock:
-    """Times calls: clock("score", function, *arguments). `spans` holds (stage, begin, end), in the
-    order in which calls end; a stage inside another counts in both. On a GPU calls are waited for.
-    """
+    """Adds up seconds by stage. A stage inside another counts in both; a GPU is waited for."""
 
     def __init__(self):
-        self.spans = []
+        self.seconds = defaultdict(float)
 
     def __call__(self, stage: str, function, *arguments, **options):
+        """Time one call of a function."""
         begin = time.perf_counter()
         result = function(*arguments, **options)
         wait()
-        self.spans.append((stage, begin, time.perf_counter()))
+        self.seconds[stage] += time.perf_counter() - begin
         return result
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds by stage, in the order of the first ends."""
-        sums = {}
-        for stage, begin, end in self.spans:
-            sums[stage] = sums.get(stage, 0.0) + end - begin
-        return sums
+    @contextlib.contextmanager
+    def watching(self, owner, **stages):
+        """Time some of an object's methods while the context lasts; stages: method=stage."""
+        for method, stage in stages.items():
+            setattr(owner, method, partial(self, stage, getattr(owner, method)))
+        try:
+            yield
+        finally:
+            for method in stages:
+                delattr(owner, method)  # the class's method is seen again
+
+    def shares(self, whole: float) -> dict[str, float]:
+        """Each stage's share of so many seconds."""
+        return {stage: seconds / whole for stage, seconds in self.seconds.items()}
 
 
-class TimedMethods:
-    """Stands for an object and times some of its methods; stages: {method: stage}."""
-
-    def __init__(self, original, clock: StageClock, stages: dict):
-        self.original = original
-        self.clock = clock
-        self.stages = stages
-
-    def __getattr__(self, name: str):
-        value = getattr(self.original, name)
-        return partial(self.clock, self.stages[name], value) if name in self.stages else value
+def format_shares(shares: dict[str, float]) -> str:
+    return ", ".join(f"{stage} {100 * share:.0f} %" for stage, share in shares.items())
 
 
-def pyplot():
-    """matplotlib's pyplot without a screen; None if it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plot
+def new_figure(rows: int, columns: int, size: tuple):
+    """A figure of matplotlib and its axes; an ImportError if it is not installed."""
+    from matplotlib.figure import Figure
 
-    return plot
+    figure = Figure(size)  # needs no screen
+    return figure, figure.subplots(rows, columns)
 
 
-def save_picture(plot, figure, path: Path) -> str:
+def save_picture(figure, path: Path) -> str:
     """Write a figure as PNG -> the Markdown that shows it."""
     figure.tight_layout()
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
-    plot.close(figure)
     return f"![{path.stem}]({path.name})"

@@ -18,7 +18,8 @@ order on held-out rounds (sequential temperature scaling), corrects them.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -155,33 +156,25 @@ def reliability(logits: Tensor, accepted: Tensor) -> tuple[float, list]:
     return sum(abs(p - s) * count for p, s, count in rows) / len(bins), rows
 
 
-@dataclass
-class Stopwatch:
-    """Always verifies `count` drafts, and notes the time of every round of `num_rows` rows."""
-
-    count: int
-    num_rows: int
-    times: list = field(default_factory=list)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if len(logits) == self.num_rows:
-            float(logits[0, 0])  # waits for the device
-            self.times.append(time.perf_counter())
-        return torch.full_like(logits[:, 0], self.count, dtype=torch.long)
-
-
 def profile_rounds(target, drafter, measure: Measure, num_rows: int) -> Tensor:
     """Seconds (W+1,) of a whole round in which each row verifies 0, 1, ... W drafts: the fastest of
     real rounds, made monotonous."""
-    seconds = []
+    seconds, times = [], []
     prompts = (measure.prompts * (1 + num_rows // len(measure.prompts)))[:num_rows]
+
+    def verify_count(count: int, logits: Tensor) -> Tensor:
+        if len(logits) == num_rows:  # all rows still go on
+            float(logits[0, 0])  # waits for the device
+            times.append(time.perf_counter())
+        return torch.full_like(logits[:, 0], count, dtype=torch.long)
+
     for count in range(drafter.config.num_draft_tokens + 1):
-        watch = Stopwatch(count, num_rows)
-        options = {"seed": measure.seed, "batch_size": num_rows, "choose": watch}
-        generate(target, drafter, prompts, 24, **options)
-        if len(watch.times) < 2:
+        times.clear()
+        options = {"batch_size": num_rows, "choose": partial(verify_count, count)}
+        generate(target, drafter, prompts, 24, seed=measure.seed, **options)
+        if len(times) < 2:
             raise ValueError("too few rounds to profile: every prompt ended with its first tokens")
-        seconds.append(torch.tensor(watch.times, dtype=torch.double).diff().min().item())
+        seconds.append(torch.tensor(times, dtype=torch.double).diff().min().item())
     return torch.tensor(seconds).cummax(0).values
 
 
@@ -209,16 +202,9 @@ def compare(config: Config, target, drafter, measure: Measure, rules: dict, size
     for name, rule in rules.items():
         options = {"batch_size": size, "choose": rule}
         evaluate(target, drafter, measure.prompts[:size], 8, sampling, **options)  # warms up
-        results = evaluate(
-            target,
-            drafter,
-            measure.prompts,
-            measure.max_new_tokens,
-            sampling,
-            measure.seed,
-            measure.stop_ids,
-            **options,
-        )
+        options |= {"seed": measure.seed, "stop_ids": measure.stop_ids}
+        num_new = measure.max_new_tokens
+        results = evaluate(target, drafter, measure.prompts, num_new, sampling, **options)
         nodes = (results.nodes.sum() / results.rounds.sum()).item()
         speed = results.tokens_per_s
         print(f"{size:6d} {name:11s} {results.mean:5.3f} {nodes:17.2f} {speed:10.1f}")

@@ -83,7 +83,7 @@ def draw_mask(axis, trunk, tree) -> None:
     nodes = tree.tokens[0].tolist()
     shades = visible.clone()
     shades[:, :T] *= 0.45
-    axis.imshow(shades, cmap="Blues", vmin=0, vmax=1.15, aspect="equal")
+    axis.imshow(shades.numpy(), cmap="Blues", vmin=0, vmax=1.15, aspect="equal")
     axis.set_xticks(range(T + len(nodes)), [*trunk[0].tolist(), *nodes], fontsize=9)
     axis.set_yticks(range(len(nodes)), nodes, fontsize=9)
     axis.set_xticks([x - 0.5 for x in range(T + len(nodes))], minor=True)

@@ -43,9 +43,6 @@ class Config(TrainConfig):
     gpu_gib: float = flag(80.0, "memory of a GPU", group="the plan", low=1)
 
 
-# ----------------------------------------------------------------------------- what stays in memory
-
-
 def num_parameters(module) -> int:
     """Numbers in a module, without n-gram tables."""
     return sum(p.numel() for name, p in module.named_parameters() if not _is_table(name))
@@ -97,9 +94,6 @@ def drafter_bytes(drafter: Drafter, config, num_gpus: int) -> dict[str, int]:
     if config.precision == "bfloat16":
         sizes["drafter's weights in bfloat16"] = 2 * count
     return sizes
-
-
-# ------------------------------------------------------------------------ what lives for a moment
 
 
 def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
@@ -173,9 +167,6 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
         "~ drafter: keys of every head": B * repeated,
         "~ drafter: a layer's gradients": B * A * b * slot,
     }
-
-
-# ----------------------------------------------------------------------------------------- the plan
 
 
 def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sharded: bool) -> dict:

@@ -81,8 +81,9 @@ class Server:
         """Send one request. A server that is busy or away is asked again, one that refuses is
         not."""
         headers = {"Content-Type": "application/json"}
-        if "OPENAI_API_KEY" in os.environ:
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        key = os.environ.get("OPENAI_API_KEY")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         url = f"{self.config.api.rstrip('/')}/{path}"
         request = urllib.request.Request(url, data, headers)
@@ -167,17 +168,13 @@ def make_writer(config: Config, tokenizer):
     if longest > limit:
         raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
 
+    num_new, stop_ids = config.response_length, tokenizer.stop_ids
+    sampling = Sampling(config.temperature)
+
     def write(prompts, prompt_ids):
+        options = {"batch_size": config.part, "prompt_ids": prompt_ids}
         results = generate(
-            target,
-            None,
-            prompts,
-            config.response_length,
-            Sampling(config.temperature),
-            config.seed,
-            tokenizer.stop_ids,
-            batch_size=config.part,
-            prompt_ids=prompt_ids,
+            target, None, prompts, num_new, sampling, config.seed, stop_ids, **options
         )
         return [result.tokens for result in results]
 

@@ -51,15 +51,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_logs(config: claims.Config, name: str) -> dict:
-    """{arm: {seed: records}} of the finished arms of a study."""
-    logs = {}
-    for arm, folders in claims.finished_arms(config, name).items():
-        logs[arm] = {}
-        for seed, folder in folders.items():
-            lines = (folder / "log.jsonl").read_text().splitlines()
-            logs[arm][seed] = [json.loads(line) for line in lines]
-    return logs
+def read_log(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def moving_average(values: list, window: int) -> list:
@@ -164,7 +157,9 @@ def study_section(config: Config, out: Path, plot, name: str) -> list[str]:
             if other in row["over"]
         ]
         lines += [f"- SpecOPD over {other}: {', '.join(gains)}"] if gains else []
-    logs = read_logs(claims_config, name)
+    logs = {}  # {arm: {seed: records}}
+    for arm, folders in claims.finished_arms(claims_config, name).items():
+        logs[arm] = {seed: read_log(folder) for seed, folder in folders.items()}
     write_curves(out, name, logs)
     lines += ["", f"Loss and AL by step: [{name}.csv]({name}.csv)", ""]
     if plot and len(logs) <= len(COLOURS):

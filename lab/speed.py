@@ -57,14 +57,6 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
     return row
 
 
-def times_plain(row: dict) -> dict:
-    """Each arm's speed over plain decoding's; None where the texts differ."""
-    plain = row["off"]["tokens_per_s"]
-    return {
-        name: arm["tokens_per_s"] / plain if arm["same_text"] else None for name, arm in row.items()
-    }
-
-
 def geometric_means(ratios: list[dict]) -> dict:
     """By arm, over tasks; None where a text differs on any of them."""
     means = {}
@@ -74,12 +66,16 @@ def geometric_means(ratios: list[dict]) -> dict:
     return means
 
 
-def print_row(task: str, row: dict, ratios: dict) -> None:
-    cells = []
+def print_row(task: str, row: dict) -> dict:
+    """Print a task's speeds -> each arm's ratio to plain decoding, None where the texts differ."""
+    ratios, cells = {}, []
     for name, arm in row.items():
-        ratio = f"{ratios[name]:6.2f}x" if ratios[name] else " DIFFER"
-        cells.append(f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {ratio}")
+        ratio = arm["tokens_per_s"] / row["off"]["tokens_per_s"]
+        ratios[name] = ratio if arm["same_text"] else None
+        shown = f"{ratio:6.2f}x" if arm["same_text"] else " DIFFER"
+        cells.append(f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {shown}")
     print(f"{task[:12]:12s}" + "".join(cells))
+    return ratios
 
 
 def run(config: Config) -> dict:
@@ -109,8 +105,7 @@ def run(config: Config) -> dict:
             whole_batches = min(len(prompts), config.num_prompts) // size
             prompts = prompts[: max(1, whole_batches) * size]
             rows[task] = measure_arms(config, target, arms, prompts, size, tokenizer.stop_ids)
-            ratios.append(times_plain(rows[task]))
-            print_row(task, rows[task], ratios[-1])
+            ratios.append(print_row(task, rows[task]))
         means = geometric_means(ratios)
         cells = (f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
         print("geom. mean  " + "".join(cells))

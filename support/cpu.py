@@ -1,7 +1,6 @@
 """What makes a loaded target fast on a CPU. Its layers know nothing of it.
 
-1. float32 matrices are laid out column after column: one row is multiplied by them a fifth sooner,
-   and decoding multiplies one row at a time.
+1. float32 matrices are laid out column after column: a single row is multiplied a fifth sooner.
 2. A single row in bfloat16 is multiplied by torch's own kernel, which takes about half as long as
    oneDNN's, torch's choice. More rows gain nothing.
 
@@ -19,25 +18,22 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def single_row_kernel(num_rows: int, weight: Tensor):
     """Multiply one row by bfloat16 weights with torch's own kernel; the switch is process-wide."""
-    switch = torch.backends.mkldnn
     is_plain = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.stride(-1) == 1
-    if num_rows != 1 or not is_plain or not switch.enabled:
-        yield
-        return
-    switch.enabled = False
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = before and not (is_plain and num_rows == 1)
     try:
         yield
     finally:
-        switch.enabled = True
+        torch.backends.mkldnn.enabled = before
 
 
 def matrices_by_columns(module: nn.Module) -> None:
     """Lay out float32 matrices on a CPU column after column."""
     for layer in module.modules():
-        if not isinstance(layer, nn.Linear) or type(layer.weight) is not nn.Parameter:
-            continue  # a weight that is spread over processes has a type of its own
-        if layer.weight.is_cpu and layer.weight.dtype == torch.float32:
-            layer.weight.data = layer.weight.data.t().contiguous().t()
+        # a weight that is spread over processes has a type of its own
+        if isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter:
+            if layer.weight.is_cpu and layer.weight.dtype == torch.float32:
+                layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
 def for_cpu(target):
@@ -55,8 +51,5 @@ def _switch_kernels(module: nn.Module, count_rows, head: nn.Linear) -> None:
     def before(_, args) -> None:
         switch.enter_context(single_row_kernel(count_rows(args[0]), head.weight))
 
-    def after(*_) -> None:
-        switch.close()
-
     module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_hook(lambda *_: switch.close(), always_call=True)

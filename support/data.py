@@ -2,13 +2,11 @@
 
 The default corpus needs no download: the sources of Python's standard library and the prose of
 pydoc's topics, split by file into training and held-out texts. A *reference* is a prompt from the
-corpus and a response that the TARGET generated, made once and stored, so that training never learns
-another model's text.
+corpus and a response that the TARGET generated: training never learns another model's text.
 
     pytest tests/support/test_data.py
 """
 
-import dataclasses
 import json
 import sysconfig
 import zlib
@@ -32,9 +30,6 @@ NUM_PIECES = 64  # a single text file is cut into so many
 EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data"}
 
 
-# ------------------------------------------------------------------------------- corpus and prompts
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Texts that prompts are cut from, split by file; or conversations, each a prompt as it is."""
@@ -52,17 +47,17 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
     if not root.exists():
         raise FileNotFoundError(f"corpus {path} is missing")
     files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else [root]
+    are_prompts = all(file.suffix == ".jsonl" for file in files)
     texts = {}
-    if files and all(file.suffix == ".jsonl" for file in files):
-        for file in files:
-            for number, messages in enumerate(read_prompts(file, skip_bad_lines)):
-                texts[f"{file.name}:{number}"] = messages
-        return _split(texts, path)
     for file in files:
-        text = file.read_text("utf-8", errors="ignore")
-        pieces = _pieces(text) if len(files) == 1 else [text]
-        for number, piece in enumerate(pieces):
-            texts[f"{file.relative_to(root.parent)}:{number:04d}"] = piece
+        if are_prompts:
+            prompts = enumerate(read_prompts(file, skip_bad_lines))
+            texts |= {f"{file.name}:{number}": messages for number, messages in prompts}
+        else:
+            name = file.relative_to(root.parent)
+            text = file.read_text("utf-8", errors="ignore")
+            pieces = enumerate(_pieces(text) if len(files) == 1 else [text])
+            texts |= {f"{name}:{number:04d}": piece for number, piece in pieces}
     return _split(texts, path)
 
 
@@ -99,12 +94,11 @@ def _split(texts: dict, source: str) -> Corpus:
 
 def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
     """One long row of token ids (n,), the end id after each text; int16 where ids fit."""
-    end = tokenizer.stop_ids[:1]
     rows = []
     for text in texts:
         if not isinstance(text, str):  # a conversation
             text = "\n\n".join(message["content"] for message in text)
-        rows.append(np.array([*tokenizer.encode(text, False), *end], np.int32))
+        rows.append(np.array([*tokenizer.encode(text, False), *tokenizer.stop_ids[:1]], np.int32))
     ids = np.concatenate(rows)
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
@@ -146,9 +140,6 @@ def _prompts_from_text(texts: list[str], tokenizer: Tokenizer, count, length, ge
     raise ValueError(f"the corpus is too short for {count} prompts of {length} tokens")
 
 
-# --------------------------------------------------------------------------------------- references
-
-
 @dataclass
 class References:
     """n texts that the target wrote, each a prompt and a response."""
@@ -158,14 +149,12 @@ class References:
     prompt_lengths: Tensor  # (n,)
 
     def save(self, path, made_with: dict) -> None:
-        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        tensors["tokens"] = self.tokens.int()
-        write_tensors(path, tensors, {"made_with": made_with})
+        write_tensors(path, vars(self) | {"tokens": self.tokens.int()}, {"made_with": made_with})
 
     @classmethod
     def load(cls, path, made_with: dict | None = None) -> "References":
         """Read references that were made with `made_with`."""
-        names = [f.name for f in dataclasses.fields(cls)]
+        names = ("tokens", "lengths", "prompt_lengths")
         with open_tensors(path) as file:
             _check_made_with(file.metadata() or {}, made_with or {}, path)
             missing = set(names) - set(file.keys())
@@ -179,12 +168,10 @@ class References:
     def is_consistent(self) -> bool:
         """Whether there are texts, and lengths that fit them."""
         tokens, lengths, prompt_lengths = self.tokens, self.lengths, self.prompt_lengths
-        if tokens.dim() != 2 or not tokens.numel() or int(tokens.min()) < 0:
+        if tokens.dim() != 2 or not lengths.shape == prompt_lengths.shape == tokens.shape[:1]:
             return False
-        if not lengths.shape == prompt_lengths.shape == tokens.shape[:1]:
-            return False
-        has_response = (0 <= prompt_lengths) & (prompt_lengths < lengths)
-        return bool(has_response.all()) and int(lengths.max()) <= tokens.shape[1]
+        fits = (0 <= prompt_lengths) & (prompt_lengths < lengths) & (lengths <= tokens.shape[1])
+        return tokens.numel() > 0 and bool(fits.all()) and int(tokens.min()) >= 0
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int):
@@ -199,8 +186,7 @@ class References:
 
     @classmethod
     def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
-        """Answers written elsewhere: each assistant turn, with all before it as its prompt. Turns
-        that end beyond `length` tokens are left out and counted."""
+        """Each assistant turn that ends within `length` tokens; all before it is its prompt."""
         prompts, responses = [], []
         num_refused = num_too_long = 0
         for messages in conversations:
@@ -216,10 +202,8 @@ class References:
                     prompts.append(ids[:start])
                     responses.append(ids[start:end])
         if num_refused or num_too_long:
-            print(
-                f"left out: {num_refused} conversations without an assistant turn that can be told "
-                f"apart, {num_too_long} turns that end beyond {length} tokens"
-            )
+            turns = f"{num_too_long} turns that end beyond {length} tokens"
+            print(f"left out: {num_refused} conversations without a clear assistant turn, {turns}")
         references = cls.from_lists(prompts, responses, tokenizer.pad_id)
         num_tokens = int((references.lengths - references.prompt_lengths).sum())
         print(f"{num_tokens:,} supervised tokens in {len(references.lengths):,} assistant turns")
@@ -227,14 +211,11 @@ class References:
 
 
 def _check_made_with(metadata: dict, made_with: dict, path) -> None:
-    """Check how a references file was made. One that a server wrote records target None, because
-    nobody saw the weights: then any target may read it."""
+    """Check how references were made. Those of a server, with target None, fit any target."""
     try:
-        recorded = json.loads(metadata.get("made_with", "{}"))
-    except ValueError:
-        recorded = None
-    if not isinstance(recorded, dict):
-        raise ValueError(f"{path} does not say how it was made")
+        recorded = dict(json.loads(metadata.get("made_with", "{}")))
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} does not say how it was made") from None
     if "target" in recorded and recorded["target"] is None:
         made_with = made_with | {"target": None}
     check_same(recorded, made_with, path)

@@ -4,8 +4,7 @@
 
 Every process has the drafter and takes every n-th sequence of a batch. Branches depend on seed,
 step and sequence alone, and a loss is a sum over a denominator of the whole batch, so the gradient
-is the same for any number of processes. Gradients go through DistributedDataParallel; the main
-process writes, prints and measures.
+is the same for any number of processes. The main process writes, prints and measures.
 
 The target is whole on every process, or its layers are spread over all of them (FSDP2), and a layer
 is gathered while it runs. Then a layer can run only on all processes together, but they want it
@@ -22,6 +21,7 @@ import datetime
 import itertools
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ TIMEOUT = datetime.timedelta(hours=2)  # the others wait while the main process 
 START_TIMEOUT = datetime.timedelta(seconds=50)  # until all processes have begun
 
 
-# --------------------------------------------------------------------------------------- processes
-
-
 def start(device: str) -> str:
     """Join the processes that torchrun started, if it did -> this process's device."""
     if "RANK" not in os.environ:
@@ -50,10 +47,9 @@ def start(device: str) -> str:
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
     except RuntimeError as error:
-        raise ValueError(
-            "the processes did not meet (a port in use, or fewer of them than WORLD_SIZE): "
-            f"{str(error).splitlines()[0]:.200}"
-        ) from None
+        causes = "a port in use, or fewer of them than WORLD_SIZE"
+        details = str(error).splitlines()[0][:200]
+        raise ValueError(f"the processes did not meet ({causes}): {details}") from None
     store.set_timeout(TIMEOUT)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=number, world_size=count)
@@ -86,9 +82,6 @@ def is_main() -> bool:
 def own_rows(rows: Tensor) -> Tensor:
     """This process's part of a batch (n,)."""
     return rows[rank() :: num_processes()]
-
-
-# ---------------------------------------------------------------------------------------- messages
 
 
 def message_device() -> str:
@@ -137,15 +130,8 @@ def data_parallel(module: nn.Module) -> nn.Module:
     return DistributedDataParallel(module, [device] if device.type == "cuda" else None)
 
 
-# --------------------------------------------------------------------------------- a spread target
-
-
 class Lockstep:
-    """Keeps the processes' calls of a spread module in step.
-
-    Each call is announced and made by all processes; one that has nothing to compute runs the
-    module on a dummy input.
-    """
+    """Keeps the processes' calls of a spread module in step, as described above."""
 
     def __init__(self, module: nn.Module, run_on_dummy):
         self.run_on_dummy = run_on_dummy
@@ -169,17 +155,11 @@ class Lockstep:
             self.joining = False
 
 
-# At most one, of this process's spread target. It is kept here because whatever sends a message
-# must first join the calls of the others, and most such code has nothing to do with a target.
-_locksteps: list[Lockstep] = []
+_locksteps: list[Lockstep] = []  # at most one; whoever sends a message joins its calls first
 
 
 def shard_layers(target: Target, device) -> None:
-    """Spread the parameters of a frozen target's layers over all processes.
-
-    What the host keeps (n-gram tables) and what is outside the layers (embedding, head, norms)
-    stays whole.
-    """
+    """Spread the layers' parameters over all processes; n-gram tables and all else stay whole."""
     # here, because they take a second to import
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -209,10 +189,7 @@ def load_sharded_target(folder, device="cpu", dtype=None) -> Target:
     """A target as `Target.from_pretrained` loads it, its layers spread over all processes."""
     if num_processes() == 1:
         raise ValueError("--shard-target needs several processes: torchrun --nproc_per_node=N")
-    target = Target.from_pretrained(
-        folder, device, dtype, before_loading=lambda empty: shard_layers(empty, device)
-    )
+    target = Target.from_pretrained(folder, device, dtype, partial(shard_layers, device=device))
     # FSDP2 makes its buffers in the first call; a call in inference mode would spoil them.
-    for lockstep in _locksteps:
-        lockstep.run_on_dummy()
+    _locksteps[0].run_on_dummy()
     return target

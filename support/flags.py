@@ -1,9 +1,8 @@
 """Command-line flags from a frozen dataclass, and errors in one line.
 
 A field made by `flag(default, text)` is a flag: its default, its help text and its limits stand in
-one place. Later sources win: defaults, --preset, --config FILE, flags. Whatever a user can get
-wrong is a ValueError or an OSError that says what was given and what is accepted; `run_command`
-prints it as one line and returns exit code 2.
+one place. Later sources win: defaults, --preset, --config FILE, flags. What a user gets wrong is a
+ValueError or an OSError, which `run_command` prints as one line; its exit code is then 2.
 
     pytest tests/support/test_flags.py
 """
@@ -26,11 +25,8 @@ class Stopped(Exception):
 
 
 def flag(default, text: str, group="flags", low=None, choices=None, kind=str):
-    """Declare a config field with its help text.
-
-    group: the heading it stands under in --help; low: the smallest value; choices: all values;
-    kind: the type of a tuple's members.
-    """
+    """Declare a config field. group: its heading in --help; low: the smallest value; choices: all
+    values; kind: the type of a tuple's members."""
     metadata = {"help": text, "group": group, "low": low, "choices": choices, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -45,18 +41,13 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-# ---------------------------------------------------------------------------------------- checking
-
-
 def check_ranges(config) -> None:
     """Raise a ValueError that names the first field below its smallest value."""
     for field in dataclasses.fields(config):
         low = field.metadata.get("low")
-        if low is None:
-            continue
         value = getattr(config, field.name)
         for number in value if isinstance(value, tuple | list) else (value,):
-            if not low <= number < float("inf"):
+            if low is not None and not low <= number < float("inf"):
                 raise ValueError(f"{option_name(field.name)} {number}: at least {low} is needed")
 
 
@@ -66,25 +57,24 @@ def check_values(values: dict, config_class, source: str) -> None:
     for key, value in values.items():
         if key not in fields:
             raise ValueError(f"{source}: unknown key {key!r}{_suggestion(key, fields)}")
-        metadata = fields[key].metadata
         expected = type(fields[key].default)
-        accepted = {float: (int, float), tuple: (list, tuple)}.get(expected, (expected,))
-        is_wrong_bool = isinstance(value, bool) and expected is not bool  # True is an int, too
-        if is_wrong_bool or not isinstance(value, accepted):
+        accepted = {float: (int, float), tuple: (list,)}.get(expected, (expected,))
+        if type(value) not in accepted:  # not isinstance: True is an int, too
             raise ValueError(f"{source}: {key} = {value!r} is no {expected.__name__}")
-        kind = metadata["kind"]
+        kind = fields[key].metadata["kind"]
         if expected is tuple and not all(isinstance(member, kind) for member in value):
             raise ValueError(f"{source}: {key} = {value!r}: each must be of {kind.__name__}")
-        choices = metadata["choices"]
+        choices = fields[key].metadata["choices"]
         if choices and value not in choices:
             raise ValueError(f"{source}: {key} = {value!r}; there is {', '.join(choices)}")
 
 
-def check_device(device: str, runs_elsewhere: bool) -> None:
-    """Raise a ValueError unless the device is known and here; make it the current one."""
+def check_device(config) -> None:
+    """Raise a ValueError unless the device is known, and here or the config's RUNS_ELSEWHERE."""
+    device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
-    if device == "cpu" or runs_elsewhere:
+    if device == "cpu" or getattr(config, "RUNS_ELSEWHERE", False):
         return
     if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this torch sees no CUDA device")
@@ -97,9 +87,6 @@ def _suggestion(word: str, known_words) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-# ----------------------------------------------------------------------------------------- parsing
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
@@ -107,42 +94,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(group, field) -> None:
-    """Add a field's flag to an argument group."""
     kind = type(field.default)
     default = " ".join(map(str, field.default)) if kind is tuple else field.default
-    text = field.metadata["help"]
-    if default != "":
-        text += f" (default: {default})"
-    options = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    text = field.metadata["help"] + (f" (default: {default})" if default != "" else "")
+    options = {"help": text.replace("%", "%%")}
     name = option_name(field.name)
-    choices = field.metadata["choices"]
     if kind is bool:
         group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
     elif kind is tuple:
         group.add_argument(name, type=field.metadata["kind"], nargs="+", **options)
     else:
-        if kind in (int, float) and not choices:
-            options["metavar"] = "N" if kind is int else "X"
-        group.add_argument(name, type=kind, choices=choices, **options)
+        options |= {"metavar": {int: "N", float: "X"}.get(kind)}
+        group.add_argument(name, type=kind, choices=field.metadata["choices"], **options)
 
 
-def _parser(config_class, description: str, presets, name) -> _Parser:
-    """A parser with a flag for each field; groups stand in --help as the class first names them."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(name, description=description, formatter_class=style, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
-    if presets:
-        parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
-    fields = dataclasses.fields(config_class)
-    titles = dict.fromkeys(field.metadata["group"] for field in fields)
-    groups = {title: parser.add_argument_group(title) for title in titles}
-    for field in fields:
-        _add_flag(groups[field.metadata["group"]], field)
-    return parser
-
-
-def _read_config_file(path, config_class) -> dict:
-    path = Path(path)
+def _read_config_file(path: Path, config_class) -> dict:
     if not path.is_file():
         raise FileNotFoundError(f"--config {path} is missing")
     try:
@@ -156,30 +122,30 @@ def _read_config_file(path, config_class) -> dict:
 
 
 def parse_flags(config_class, description: str, argv=None, presets=None, name=None):
-    """Read a config from the command line.
-
-    name: the command's name in messages, by default the file's. A config class may say
-    RUNS_ELSEWHERE = True: then its device need not be here.
-    """
-    parser = _parser(config_class, description, presets, name)
+    """Read a config from the command line. name: the command's name, by default the file's."""
+    parser = _Parser(name, description=description, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")
+    if presets:
+        parser.add_argument("--preset", choices=list(presets), help="a set of flags by name")
+    fields = dataclasses.fields(config_class)
+    titles = dict.fromkeys(field.metadata["group"] for field in fields)
+    groups = {title: parser.add_argument_group(title) for title in titles}
+    for field in fields:
+        _add_flag(groups[field.metadata["group"]], field)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
         parser.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], options)}")
     flags = vars(namespace)
-    preset = flags.pop("preset", None)
-    config_path = flags.pop("config", None)
-    values = dict(presets[preset]) if preset else {}
-    if config_path:
-        values |= _read_config_file(config_path, config_class)
+    values = dict(presets[flags.pop("preset")]) if "preset" in flags else {}
+    if "config" in flags:
+        values |= _read_config_file(Path(flags.pop("config")), config_class)
     config = config_class(**values | flags)
     check_ranges(config)
-    if hasattr(config, "device"):
-        check_device(config.device, getattr(config_class, "RUNS_ELSEWHERE", False))
+    check_device(config)
     return config
-
-
-# ----------------------------------------------------------------------------------------- running
 
 
 def _explain(error: Exception) -> str | None:
@@ -189,19 +155,15 @@ def _explain(error: Exception) -> str | None:
     details = " ".join(repr(error).split())[:120]
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if out_of_memory or "can't allocate memory" in str(error):
-        return (
-            "out of memory, take fewer at once (--grad-accum, --batch-size or --part): " + details
-        )
+        return f"out of memory, take fewer at once (--grad-accum, --batch-size, --part): {details}"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "another process failed: " + details
     return None
 
 
 def run_command(main) -> int:
-    """Run main() -> the exit code. An error that a user can cause becomes one line and code 2.
-
-    With SPECOPD_TRACEBACK set, errors keep their traceback.
-    """
+    """Run main() -> the exit code. An error that a user can cause becomes one line and code 2, but
+    with SPECOPD_TRACEBACK set it keeps its traceback."""
     try:
         main()
         sys.stdout.flush()

@@ -1,9 +1,8 @@
 """Acceptance length (AL) and speed, by real decoding only.
 
 AL on the drafter's own history can rise while nothing gets faster (self-consistent text), so every
-figure here comes from draft-and-verify rounds on held-out prompts. Counts are kept per prompt: two
-drafters measured on the same prompts are compared in pairs, and intervals resample prompts, not
-rounds (paired bootstrap).
+figure here comes from draft-and-verify rounds on held-out prompts. Two drafters are compared in
+pairs on the same prompts, and intervals resample prompts, not rounds (paired bootstrap).
 
     pytest tests/support/test_measure.py
 """
@@ -17,15 +16,12 @@ from torch import Tensor
 
 from drafter import GREEDY, Sampling
 from hf.chat import read_prompts
-from serve import Result, generate
+from serve import generate
 from support.data import TooLong, draw_prompts
 
 RUN_LENGTH = 8  # tokens of a run that counts as repeated
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 48  # prompts decoded at once
-
-
-# -------------------------------------------------------------------------------------- acceptance
 
 
 @dataclass
@@ -99,8 +95,7 @@ class TaskMean:
 
 def central_95(values: Tensor) -> tuple[float, float]:
     """The bounds between which 95 % of values (n,) lie."""
-    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
-    return low, high
+    return tuple(values.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist())
 
 
 def gain(new, base) -> dict:
@@ -113,40 +108,19 @@ def format_gain(gain: dict) -> str:
     return f"{gain['percent']:+5.1f} % [{low:+.2f}, {high:+.2f}]"
 
 
-# --------------------------------------------------------------------------------------- measuring
-
-
 def repetition(tokens: list[int], run_length: int = RUN_LENGTH) -> float:
     """The share of a text's runs of tokens that occurred before: texts that loop flatter AL."""
-    starts = range(len(tokens) - run_length + 1)
-    runs = [tuple(tokens[start : start + run_length]) for start in starts]
+    runs = [tuple(tokens[i : i + run_length]) for i in range(len(tokens) - run_length + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def evaluate(
-    target,
-    drafter,
-    prompts: list,
-    max_new_tokens: int,
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-    stop_ids=(),
-    **options,
-) -> Acceptance:
-    """Decode the prompts for real and count; `options` are those of `serve.generate`.
-
-    A prompt that ends with its first token adds nothing.
-    """
+def evaluate(target, drafter, prompts, max_new_tokens, *how, **options) -> Acceptance:
+    """Decode the prompts for real and count; `how` and `options` as `serve.generate` has them."""
     options = {"batch_size": BATCH_SIZE} | options
     begin = time.perf_counter()
-    results = generate(
-        target, drafter, prompts, max_new_tokens, sampling, seed, stop_ids, **options
-    )
+    results = generate(target, drafter, prompts, max_new_tokens, *how, **options)
     seconds = time.perf_counter() - begin
-    return _count(results, drafter.config.num_draft_tokens if drafter else 0, seconds)
-
-
-def _count(results: list[Result], W: int, seconds: float) -> Acceptance:
+    W = drafter.config.num_draft_tokens if drafter else 0
     drafts = torch.arange(1, W + 1)
     survived = [(torch.tensor(r.accepted).view(-1, 1) >= drafts).sum(0) for r in results]
     return Acceptance(
@@ -169,52 +143,32 @@ class Measure:
     stop_ids: tuple
     seed: int
 
-    def __call__(
-        self, target, drafter, temperature: float, share: float = 1.0, progress: str = ""
-    ) -> Acceptance:
+    def __call__(self, target, drafter, temperature: float, share=1.0, progress="") -> Acceptance:
         """Measure AL on a share of the prompts, but on 8 at least."""
-        return evaluate(
-            target,
-            drafter,
-            self.prompts[: max(8, int(len(self.prompts) * share))],
-            self.max_new_tokens,
-            Sampling(temperature),
-            self.seed,
-            self.stop_ids,
-            progress=progress,
-        )
+        prompts = self.prompts[: max(8, int(len(self.prompts) * share))]
+        how = (self.max_new_tokens, Sampling(temperature), self.seed, self.stop_ids)
+        return evaluate(target, drafter, prompts, *how, progress=progress)
 
 
 def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
-    """Tokens per second of plain and speculative decoding of the same prompts, in turn; greedy,
-    one prompt at a time."""
+    """Tokens per second of plain and speculative decoding in turn: greedy, a prompt at a time."""
     drafters = {"plain": None, "speculative": drafter}
-    num_tokens = dict.fromkeys(drafters, 0)
+    texts = {name: [] for name in drafters}
     seconds = dict.fromkeys(drafters, 0.0)
-    same_text = True
-    warm_up = measure.prompts[:1]
-    for number, prompt in enumerate(warm_up + measure.prompts[:count]):
-        texts = []
-        for name in drafters:
+    how = (measure.max_new_tokens, GREEDY, 0, measure.stop_ids)
+    for number, prompt in enumerate(measure.prompts[:1] + measure.prompts[:count]):
+        for name, proposer in drafters.items():
             begin = time.perf_counter()
-            (result,) = generate(
-                target, drafters[name], [prompt], measure.max_new_tokens, stop_ids=measure.stop_ids
-            )
-            if number >= len(warm_up):
+            (result,) = generate(target, proposer, [prompt], *how)
+            if number:  # the first time warms up
                 seconds[name] += time.perf_counter() - begin
-                num_tokens[name] += len(result.tokens)
-            texts.append(result.tokens)
-        same_text &= texts[0] == texts[1]
-    speeds = {name: num_tokens[name] / seconds[name] for name in drafters}
-    return speeds | {"same_text": same_text}
-
-
-# ------------------------------------------------------------------------------------------- tasks
+            texts[name].append(result.tokens)
+    speeds = {name: sum(map(len, texts[name][1:])) / seconds[name] for name in drafters}
+    return speeds | {"same_text": texts["plain"] == texts["speculative"]}
 
 
 def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str, list]:
-    """Read JSON Lines files, each a task that goes by its file's name: `count` prompts of at most
-    `length` tokens."""
+    """Draw `count` prompts, of at most `length` tokens, from each JSON Lines file: a task."""
     conversations = {}
     for path in paths:
         name = Path(path).stem
@@ -222,24 +176,21 @@ def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str
             raise ValueError(f"a task goes by its file's name, and two files are called {name}")
         conversations[name] = read_prompts(path)
     tasks = {}
-    for name in conversations:
+    for name, texts in conversations.items():
         print(f"{name}: ", end="", flush=True)
         try:
-            tasks[name] = draw_prompts(conversations[name], tokenizer, count, length, seed)
+            tasks[name] = draw_prompts(texts, tokenizer, count, length, seed)
+            print(f"{len(tasks[name])} prompts")
         except TooLong as error:  # the other tasks can be measured
             print(f"left out: {error}")
-        else:
-            print(f"{len(tasks[name])} prompts")
     if not tasks:
         raise ValueError("no task has a prompt that fits")
     return tasks
 
 
-def by_task(
-    target, drafter, tasks: dict[str, list], max_new_tokens: int, sampling=GREEDY, **options
-) -> dict[str, Acceptance]:
-    """Measure each task; `options` are those of `evaluate`."""
+def by_task(target, drafter, tasks: dict[str, list], *how, **options) -> dict[str, Acceptance]:
+    """Measure each task; `how` and `options` as `evaluate` has them."""
     return {
-        name: evaluate(target, drafter, prompts, max_new_tokens, sampling, progress=name, **options)
+        name: evaluate(target, drafter, prompts, *how, progress=name, **options)
         for name, prompts in tasks.items()
     }

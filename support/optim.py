@@ -33,8 +33,7 @@ ADAMW = """
     candidate_selector.predecessor_codebook candidate_selector.successor_codebook
     proj proj.bias gate_proj.bias joint_proj.bias
     norm hidden_norm input_layernorm post_attention_layernorm q_norm k_norm q_layernorm k_layernorm
-    hc_norm norm_key norm_query norm_conv
-    conv1d attention_conv.base_kernel mlp_conv.base_kernel
+    hc_norm norm_key norm_query norm_conv conv1d attention_conv.base_kernel mlp_conv.base_kernel
     linear_attn.A_log linear_attn.dt_bias experts.gate_up_proj experts.down_proj
 """.split()
 
@@ -43,21 +42,18 @@ def is_for_muon(name: str) -> bool:
     """Whether Muon trains the parameter of this full name, by the lists above."""
     key = ".".join(name.split(".")[-2:]).removesuffix(".weight")
     if key not in MUON and key not in ADAMW:
-        raise ValueError(
-            f"no optimizer for {name}: list {key!r} in MUON or ADAMW, support/optim.py"
-        )
+        raise ValueError(f"no optimizer for {name}: list {key!r} in MUON or ADAMW (optim.py)")
     return key in MUON
 
 
-def orthogonalized(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """The nearest orthogonal matrix, roughly, by the Newton-Schulz iteration; in float32 on a CPU,
-    in bfloat16 elsewhere."""
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """The nearest orthogonal matrix, roughly, by five Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     X = matrix.float() if matrix.is_cpu else matrix.bfloat16()
     X = X.T if is_tall else X
     X = X / X.norm().clamp(min=1e-7)  # singular values of at most 1
-    for _ in range(num_steps):
+    for _ in range(5):
         A = X @ X.T
         B = torch.addmm(A, A, A, beta=b, alpha=c)
         X = torch.addmm(X, B, X, beta=a)
@@ -74,17 +70,15 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self._update(matrix, group["lr"], group["momentum"])
-
-    def _update(self, matrix: Tensor, lr: float, momentum: float) -> None:
-        state = self.state[matrix]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-        average = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-        update = orthogonalized(matrix.grad.lerp(average, momentum))
-        num_rows, num_columns = matrix.shape
-        matrix.add_(update, alpha=-lr * math.sqrt(max(1, num_rows / num_columns)))
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                average = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonalized(matrix.grad.lerp(average, group["momentum"]))
+                num_rows, num_columns = matrix.shape
+                matrix.add_(update, alpha=-group["lr"] * math.sqrt(max(1, num_rows / num_columns)))
 
 
 def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
@@ -93,23 +87,17 @@ def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
     for name, parameter in module.named_parameters():
         use_muon = is_for_muon(name) and matrix_lr > 0
         (matrices if use_muon else rest).append(parameter)
-    optimizers = []
-    if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    group = {"params": rest, "full_lr": lr}
+    optimizers = [torch.optim.AdamW([group], lr, betas=(0.9, 0.95), weight_decay=0.0)]
     if matrices:
-        optimizers.append(Muon(matrices, lr=matrix_lr))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["full_lr"] = group["lr"]
+        optimizers.append(Muon([{"params": matrices, "full_lr": matrix_lr}], matrix_lr))
     return optimizers
 
 
-def set_learning_rate(
-    optimizers: list, step: int, num_steps: int, warmup_steps=WARMUP_STEPS, cooldown=COOLDOWN
-) -> None:
+def set_learning_rate(optimizers: list, step: int, num_steps: int, cooldown=COOLDOWN) -> None:
     """Linear warm-up, constant, then linear down to a tenth over the last `cooldown` of steps."""
     remaining = (num_steps - step) / max(1.0, cooldown * num_steps)
-    share = min((step + 1) / max(1, warmup_steps), 1.0, 0.1 + 0.9 * remaining)
+    share = min((step + 1) / WARMUP_STEPS, 1.0, 0.1 + 0.9 * remaining)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["full_lr"] * share

@@ -1,9 +1,7 @@
-"""What must be there before training: a target, references that it wrote itself, held-out prompts
-to measure on, and a drafter to start from.
+"""What must be there before training: a target, references, held-out prompts and a drafter.
 
-Each is made once and saved in the run's folder. The target itself writes the references; they are
-never a dataset's own answers, which it would not give. Held-out prompts come from other files of
-the corpus than references.
+Each is made once and saved in the run's folder. The target itself writes the references, because a
+dataset's answers are not what it would say. Held-out prompts come from other files than these.
 
     pytest tests/support/test_prepare.py
 """
@@ -32,9 +30,6 @@ from target import Target, Trunk
 
 PREFILL_ROWS = 32  # references prefilled at once, for the cache
 GENERATE_ROWS = 128  # references generated at once
-
-
-# ------------------------------------------------------------------------------------------ trunks
 
 
 class Trunks:
@@ -67,43 +62,26 @@ class Trunks:
 
 
 def _concatenated(parts: list[Trunk], width: int) -> Trunk:
-    """One trunk of many. The parts lose their tensors name by name, so that at no time all of them
-    exist twice."""
-    names = ("tokens", "lengths", "hidden", "taps")
-    tensors = _concatenate([{name: vars(part).pop(name) for name in names} for part in parts])
-    states = [_concatenate(list(layer)) for layer in zip(*(part.states for part in parts))]
+    """One trunk of many; the parts are emptied name by name, so that they never exist twice."""
+
+    def joined(names, owners: list[dict]) -> dict:
+        return {name: torch.cat([owner.pop(name) for owner in owners]) for name in names}
+
+    tensors = joined(("tokens", "lengths", "hidden", "taps"), [vars(part) for part in parts])
+    states = [joined(list(layer[0]), layer) for layer in zip(*(part.states for part in parts))]
     return replace(parts[0], **tensors, states=states, width=width)
-
-
-def _concatenate(parts: list[dict]) -> dict:
-    """The tensors of each name, end to end; the parts are emptied."""
-    return {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0])}
-
-
-# ----------------------------------------------------------------------------- target, references
 
 
 def make_toy(config, corpus: Corpus, folder: Path) -> dict:
     """Train the toy target on the corpus and save it as an ordinary Hugging Face folder."""
     write_byte_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
+    ids = [pack(texts, tokenizer) for texts in (corpus.train, corpus.held_out)]
     toy = Target.toy(config.arch, config.seed, num_hidden_layers=config.target_layers or None)
-    bits = train_toy(
-        toy.to(config.device),
-        pack(corpus.train, tokenizer),
-        pack(corpus.held_out, tokenizer),
-        config.target_steps,
-        config.target_length,
-        config.seed,
-    )
+    toy.to(config.device)
+    bits = train_toy(toy, *ids, config.target_steps, config.target_length, config.seed)
     toy.save_pretrained(folder, eos_token_id=tokenizer.stop_ids[0], pad_token_id=tokenizer.pad_id)
     return {"held_out_bits_per_byte": bits}
-
-
-def load_target(config, folder: Path) -> Target:
-    """The target, whole or spread over the processes, and fast on a CPU."""
-    load = load_sharded_target if config.shard_target else Target.from_pretrained
-    return for_cpu(load(folder, config.device, dtype_of(config)))
 
 
 def weights_checksum(target: Target) -> int:
@@ -118,8 +96,7 @@ def provenance(config, target_checksum: int | None) -> dict:
 
 
 def write_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
-    """Read the references that --references names, or let the target write them to `path` once, at
-    temperature 1."""
+    """Read what --references names, or let the target write it to `path` once, at temperature 1."""
     made_with = provenance(config, weights_checksum(target))
     if config.references.endswith(".jsonl"):
         conversations = read_prompts(config.references, config.skip_bad_lines)
@@ -131,20 +108,10 @@ def write_references(config, target, tokenizer, corpus: Corpus, path: Path) -> R
         return References.load(path, made_with)
     if config.drafter:
         start_drafter(config, target, tokenizer)  # an unfit drafter is an error before long work
-    prompts = draw_prompts(
-        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
-    )
-    results = generate(
-        target,
-        None,
-        prompts,
-        config.response_length,
-        PLAIN,
-        config.seed,
-        tokenizer.stop_ids,
-        batch_size=GENERATE_ROWS,
-        progress="references",
-    )
+    size = (config.num_references, config.prompt_length)
+    prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
+    how = (config.response_length, PLAIN, config.seed, tokenizer.stop_ids)
+    results = generate(target, None, prompts, *how, batch_size=GENERATE_ROWS, progress="references")
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
     references.save(path, made_with)
     return references
@@ -159,15 +126,15 @@ def prepare(config, out: Path):
         made_with = {key: getattr(config, key) for key in keys}
         result = stage(folder, made_with, lambda: make_toy(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
-    target = load_target(config, folder)
+    load = load_sharded_target if config.shard_target else Target.from_pretrained
+    target = for_cpu(load(folder, config.device, dtype_of(config)))
     longest = config.prompt_length + max(config.response_length, config.eval_tokens)
     limit = target.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = load_tokenizer(folder)
-    prompts = draw_prompts(
-        corpus.held_out, tokenizer, config.eval_prompts, config.prompt_length, config.seed + 1
-    )
+    size = (config.eval_prompts, config.prompt_length)
+    prompts = draw_prompts(corpus.held_out, tokenizer, *size, config.seed + 1)
     measure = Measure(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed)
     references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
     _check_fit(references, target, config)
@@ -187,13 +154,8 @@ def _check_fit(references: References, target: Target, config) -> None:
         )
     longest = int(references.prompt_lengths.max()) + config.response_length
     if config.mode == "rollout" and longest > limit:
-        raise ValueError(
-            f"a prompt and --response-length {config.response_length} make {longest} tokens, "
-            f"the target's limit is {limit}"
-        )
-
-
-# ----------------------------------------------------------------------------------------- drafter
+        text = f"a prompt and --response-length {config.response_length}"
+        raise ValueError(f"{text} make {longest} tokens, the target's limit is {limit}")
 
 
 def fresh_drafter(config, target: Target, mask_token_id: int | None) -> Drafter:
@@ -203,27 +165,17 @@ def fresh_drafter(config, target: Target, mask_token_id: int | None) -> Drafter:
         raise ValueError(f"--markov-head goes with --drafter-kind dspark, not {kind}")
     if config.rank and kind == "dflash":
         raise ValueError("--rank goes with --drafter-kind dspark or dflash2, not dflash")
-    usual_size = 7 if kind == "dspark" else 8  # W = 7 for all kinds
+    block_size = config.block_size or (7 if kind == "dspark" else 8)  # W = 7 for all kinds
     rank = config.rank or min(256, target.config.hidden_size)
-    fields = {}
+    fields = {"selector_rank": rank} if kind == "dflash2" else {}
     if kind == "dspark":
         fields = {"markov_rank": rank, "markov_head_type": config.markov_head or "vanilla"}
-    if kind == "dflash2":
-        fields = {"selector_rank": rank}
-    return Drafter.fresh(
-        target,
-        config.draft_layers or 2,
-        config.block_size or usual_size,
-        mask_token_id,
-        config.seed,
-        ARCHITECTURES[kind],
-        **fields,
-    )
+    how = (config.draft_layers or 2, block_size, mask_token_id, config.seed)
+    return Drafter.fresh(target, *how, architecture=ARCHITECTURES[kind], **fields)
 
 
 def start_drafter(config, target: Target, tokenizer) -> Drafter:
-    """The drafter that training starts from, in float32: the one that --drafter names, or a fresh
-    one."""
+    """The drafter to train, in float32: the one that --drafter names, or a fresh one."""
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
         _check_flags(config, drafter)
@@ -253,13 +205,10 @@ def _check_flags(config, drafter: Drafter) -> None:
             raise ValueError(f"{config.drafter} has {name} {value}: {flag} cannot change it")
 
 
-# ----------------------------------------------------------------------------------------- batches
-
-
 @lru_cache(maxsize=2)  # a step sees one epoch, or the end of one and the start of the next
 def epoch_order(seed: int, epoch: int, lengths: Tensor, batch_size: int, bucket: int) -> Tensor:
-    """The references (n,) in the order of an epoch. Only its whole batches are bucketed, not those
-    that it shares with the epochs before and after."""
+    """The references (n,) in an epoch's order, from seed and epoch alone. Only whole batches are
+    bucketed, not those that it shares with the epochs before and after."""
     count = len(lengths)
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
     order = torch.randperm(count, generator=generator)
@@ -269,18 +218,13 @@ def epoch_order(seed: int, epoch: int, lengths: Tensor, batch_size: int, bucket:
     num_batches = max(0, count - start) // batch_size
     whole_batches = order[start : start + num_batches * batch_size]
     for window in whole_batches.split(bucket * batch_size):  # views, changed in place
-        by_length = window[lengths[window].argsort(stable=True)]
-        batches = by_length.view(-1, batch_size)
+        batches = window[lengths[window].argsort(stable=True)].view(-1, batch_size)
         window.copy_(batches[torch.randperm(len(batches), generator=generator)].flatten())
     return order
 
 
 def batch_rows(seed: int, step: int, lengths: Tensor, batch_size: int, bucket: int = 1) -> Tensor:
-    """The references (batch_size,) that a step sees, by length.
-
-    Every epoch has an order of its own, which follows from (seed, epoch) alone. bucket: how many
-    batches are sorted by length together, so that a batch holds texts of similar length.
-    """
+    """The references (batch_size,) of a step. bucket: batches sorted by length together."""
     rows = []
     for number in range(step * batch_size, (step + 1) * batch_size):
         epoch, position = divmod(number, len(lengths))

@@ -1,16 +1,14 @@
 """What a long run survives: being stopped, a full disk, a damaged file.
 
-A training state holds the drafter, the optimizers, the step and the sums so far. Which references a
-step sees and which branches it draws follow from (seed, step, sequence) alone, so no generator's
-state is needed, and a run that goes on is bit for bit the run that was never stopped. A stage of a
-story (a target, a drafter) is made once; the next run reads its record, stage.json.
+A training state holds the drafter, the optimizers, the step and the sums so far. What a step sees
+and draws follows from (seed, step, sequence) alone, so a run that goes on is bit for bit the run
+that was never stopped. A stage (a target, a drafter) is made once; its record is stage.json.
 
     pytest tests/support/test_resume.py
 """
 
 import os
 import signal
-import threading
 import zlib
 from pathlib import Path
 
@@ -25,17 +23,13 @@ NEWEST = "training_state.pt"
 OLDER = "training_state.1.pt"  # the one before, for the case that the newest is damaged
 
 
-# ------------------------------------------------------------------------------------------ stages
-
-
 def check_same(made_with: dict, wanted: dict, source) -> None:
     """Raise a ValueError that names the first field in which `source` was made differently."""
     for key, value in wanted.items():
-        if made_with.get(key) != value:
-            raise ValueError(
-                f"{source} was made with {key} = {made_with.get(key)!r}, this run has {value!r}: "
-                "choose another --out or remove it"
-            )
+        before = made_with.get(key)
+        if before != value:
+            difference = f"{source} was made with {key} = {before!r}, this run has {value!r}"
+            raise ValueError(f"{difference}: choose another --out or remove it")
 
 
 def stage(folder: Path, made_with: dict, make) -> dict:
@@ -55,27 +49,21 @@ def stage(folder: Path, made_with: dict, make) -> dict:
     return result
 
 
-# ---------------------------------------------------------------------------------- training state
-
-
 def load_training_state(folder: Path) -> dict | None:
     """Read the newest training state that is not damaged, on the host; None if there is none.
-
-    Added to it: "path", and "damaged", the paths of newer ones that could not be read.
-    """
+    Added to it: "path", and "damaged", the paths of newer ones that could not be read."""
     paths = [path for path in (folder / NEWEST, folder / OLDER) if path.is_file()]
     damaged = []
     for path in paths:
         try:
             state = dict(torch.load(path, weights_only=True, map_location="cpu"))
+            return state | {"path": path, "damaged": damaged}
         except (OSError, MemoryError):
             raise  # these say nothing about the file
         except Exception as error:  # torch raises many kinds for a damaged file
             message = f"{path} is damaged, remove it: {repr(error)[:80]}"
             print(f"{message}; an older one is tried")
             damaged.append(path)
-            continue
-        return state | {"path": path, "damaged": damaged}
     if damaged:
         raise ValueError(message)
     return None
@@ -86,18 +74,16 @@ def check_processes_agree(state: dict | None, texts: Tensor) -> None:
     step = state["step"] if state else -1
     checksum = zlib.crc32(texts.contiguous().numpy()) if distributed.num_processes() > 1 else 0
     steps, checksums = zip(*distributed.gather_numbers([step, checksum]))
+    question = "is the disk the same for all?"
     if len(set(steps)) > 1:
-        raise ValueError(
-            f"the processes go on from steps {list(steps)} (-1: from none): is the disk the same "
-            "for all?"
-        )
+        raise ValueError(f"the processes go on from steps {list(steps)} (-1: none): {question}")
     if len(set(checksums)) > 1:
-        raise ValueError("the processes have different references: is the disk the same for all?")
+        raise ValueError(f"the processes have different references: {question}")
 
 
-def set_damaged_aside(state: dict | None) -> None:
+def set_damaged_aside(state: dict) -> None:
     """Rename damaged files, so that they do not push out good ones."""
-    for path in state["damaged"] if state and distributed.is_main() else ():
+    for path in state["damaged"] if distributed.is_main() else ():
         os.replace(path, path.with_suffix(".damaged"))
 
 
@@ -110,8 +96,7 @@ def restore(state: dict, drafter: nn.Module, optimizers: list) -> None:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        details = " ".join(str(error).split())[:200]
-        raise ValueError(f"{state['path']} does not fit this drafter: {details}") from None
+        raise ValueError(f"{state['path']} does not fit this drafter: {error!s:.200}") from None
 
 
 def save_training_state(folder: Path, state: dict) -> None:
@@ -121,10 +106,8 @@ def save_training_state(folder: Path, state: dict) -> None:
         try:
             torch.save(state, temporary)
         except RuntimeError as error:  # torch's way to report a full disk
-            details = str(error).splitlines()[0][:120]
-            raise OSError(
-                f"{newest} could not be written, the one before it is intact: {details}"
-            ) from None
+            failure = f"{newest} could not be written, the one before it is intact"
+            raise OSError(f"{failure}: {str(error).splitlines()[0][:120]}") from None
         if newest.is_file():
             os.replace(newest, folder / OLDER)
 
@@ -139,18 +122,14 @@ def cut_log(path: Path, num_steps: int) -> None:
 class EndRequest:
     """Notes that this process was asked to end (SIGTERM), so that it can end between two steps."""
 
-    def __init__(self):
-        self.received = False
-        self.handler_before = None
+    received = False
 
     def __enter__(self) -> "EndRequest":
-        if threading.current_thread() is threading.main_thread():
-            self.handler_before = signal.signal(signal.SIGTERM, self._note)
+        self.handler_before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def _note(self, *_) -> None:
         self.received = True
 
     def __exit__(self, *_) -> None:
-        if self.handler_before is not None:
-            signal.signal(signal.SIGTERM, self.handler_before)
+        signal.signal(signal.SIGTERM, self.handler_before or signal.SIG_DFL)

@@ -51,14 +51,10 @@ def next_token_loss(toy: Target, ids: Tensor, starts: Tensor, length: int) -> Te
     return F.cross_entropy(toy(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def train_toy(
-    toy: Target, train_ids: Tensor, held_out_ids: Tensor, num_steps: int, length: int, seed: int
-) -> float:
+def train_toy(toy: Target, train_ids, held_out_ids, num_steps: int, length: int, seed) -> float:
     """Train a toy on the next token of train_ids (n,) -> held-out bits per token."""
     if min(len(train_ids), len(held_out_ids)) <= length + 1:
-        raise ValueError(
-            f"the corpus is too short: more than {length + 1} tokens are needed in each part"
-        )
+        raise ValueError(f"the corpus is too short: each part needs more than {length + 1} tokens")
     optimizers = make_optimizers(toy.requires_grad_(True), matrix_lr=0.02, lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
     bar = tqdm(range(num_steps), desc="target  ", unit="step")
@@ -78,6 +74,5 @@ def train_toy(
 def held_out_bits(toy: Target, ids: Tensor, length: int) -> float:
     """Bits per token on stretches of `length` tokens, evenly spread over ids (n,)."""
     starts = torch.linspace(0, len(ids) - length - 1, EVAL_WINDOWS).long()
-    batches = starts.split(BATCH_SIZE)
-    losses = [next_token_loss(toy, ids, batch, length).item() for batch in batches]
+    losses = [next_token_loss(toy, ids, part, length).item() for part in starts.split(BATCH_SIZE)]
     return sum(losses) / len(losses) / math.log(2)

@@ -19,7 +19,6 @@ from drafter import Drafter
 from replay import PER_TOKEN, positional_names
 from support.flags import run_command
 from target import Target
-from tree import build_tree
 
 ROOT = Path(__file__).parent.parent
 
@@ -147,7 +146,7 @@ def random_prompts(count: int, seed: int = 0, vocab_size: int = 20, longest: int
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in sizes]
 
 
-# ------------------------------------------------------------------ branches, packed and alone
+# ------------------------------------------------------------------ a trunk and branches, drawn
 
 # random_case's branches: few tokens, so that they often repeat the trunk and one another
 W, VOCAB = 5, 6
@@ -178,32 +177,6 @@ def random_case(seed: int, K: int) -> tuple:
         if rng.random() < 0.7:
             branches[b, rng.randrange(A), rng.randrange(K), rng.randint(0, W) :] = -1
     return tokens, lengths, anchors, branches
-
-
-def branches_alone(target, tokens, anchors, branches):
-    """Yield ((b, a, k, i), p_{i+1}), the slow twin of packing: each branch with its whole prefix is
-    a row of its own, and what fills the row behind it cannot be seen."""
-    numbers, rows = [], []
-    for b, a, k in torch.cartesian_prod(*(torch.arange(n) for n in branches.shape[:3])).tolist():
-        ids = branches[b, a, k].tolist()
-        count = ids.index(-1) if -1 in ids else len(ids)
-        if anchors[b, a] >= 0 and count:
-            numbers.append((b, a, k, count))
-            rows.append(torch.cat([tokens[b, : anchors[b, a] + 1], branches[b, a, k, :count]]))
-    p = target(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).softmax(-1)
-    for row, (b, a, k, count) in enumerate(numbers):
-        for i in range(count):
-            yield (b, a, k, i), p[row, anchors[b, a] + i]
-
-
-def packed_gap(target, case, merge: bool, checkpoint_every: int = 64) -> float:
-    """The largest difference between p of branches packed on their trunk and p of each alone."""
-    tokens, lengths, anchors, branches = case
-    tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
-    trunk = target.prefill(tokens, lengths, checkpoint_every=checkpoint_every)
-    packed = target.branch_probs(trunk, tree)
-    alone = branches_alone(target, tokens, anchors, branches)
-    return max((packed[index] - p).abs().max().item() for index, p in alone)
 
 
 # -------------------------------------------------------------------------------------- commands

@@ -236,9 +236,22 @@ def test_sampling_filters_are_the_usual_ones():
     torch.testing.assert_close(Sampling(1.0, top_p=0.7).probs(logits), first_two)
     assert Sampling(0.0).probs(logits).tolist() == [1, 0, 0, 0, 0]
     torch.testing.assert_close(Sampling(2.0).probs(logits), (logits / 2).softmax(-1))
-    for bad in (dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5)):
-        with pytest.raises(ValueError, match="needed"):
-            Sampling(**bad)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(temperature=-1.0),
+        dict(temperature=float("nan")),
+        dict(top_k=-1),
+        dict(top_p=0.0),
+        dict(top_p=1.5),
+    ],
+    ids=str,
+)
+def test_sampling_without_a_meaning_is_an_error(fields):
+    with pytest.raises(ValueError, match=f"needed.*{next(iter(fields))}"):
+        Sampling(**fields)
 
 
 def test_greedy_branches_come_first_and_leave_the_others_as_drawn(target, drafter):

@@ -4,8 +4,7 @@ python tests/test_house.py      prints the layers, bottom first, with what each 
 """
 
 import ast
-import subprocess
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -124,10 +123,7 @@ def test_a_concept_file_knows_no_processes_and_no_flags(concept):
 
 
 def test_lab_lists_every_module_that_is_a_command():
-    command = [sys.executable, "-m", "lab"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    names = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]
-    assert len(names) >= 10, listed.stderr
+    names = importlib.import_module("lab.__main__").COMMANDS
     commands = []
     for module in sorted(MODULES):
         tree = ast.parse(MODULES[module].read_text())

@@ -464,6 +464,7 @@ def test_without_arguments_the_command_is_the_lesson(capsys):
     assert done.stdout == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_text_the_al_and_the_speed_up(folders):
     pair = ("--target", folders / "target", "--drafter", folders / "drafter")
     done = run("serve.py", *pair, "--prompt", "abc", "de", "--max-new-tokens", 20)
@@ -511,8 +512,12 @@ def broken(folders, tmp_path):
     ],
 )
 def test_a_wrong_argument_ends_in_one_clear_line(broken, monkeypatch, capsys, arguments, word):
+    folder = broken["CUT"].parent
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(folder)
     arguments = [broken.get(argument, argument) for argument in arguments.split()]
     assert word in error_of(serve.main, arguments, monkeypatch, capsys)
+    assert sorted(folder.rglob("*")) == before  # nothing written, nothing lost
 
 
 def test_a_wrong_argument_ends_a_process_with_code_2():

@@ -39,7 +39,6 @@ def test_a_command_explains_itself(lab, name):
 # ------------------------------------------------------------------------------ what they print
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gqa", "gdn"])
 def test_tree_and_replay_print_every_size(lab, tmp_path, arch):
     small = ("--repeats", 1, "--out", tmp_path, "--arch", arch, "--num-draft-tokens", 3)

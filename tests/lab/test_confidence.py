@@ -161,7 +161,6 @@ def test_rounds_and_profile_measure_what_decoding_does(target):
     assert seconds.shape == (5,) and (seconds > 0).all() and (seconds.diff() >= 0).all()
 
 
-@pytest.mark.slow
 def test_the_command_calibrates_profiles_and_compares_the_rules(lab, folders, tmp_path):
     target = small_target(vocab_size=264, max_position_embeddings=64)
     target.num_tokens = 258

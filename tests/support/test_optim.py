@@ -8,6 +8,7 @@ from small import ARCHS, DRAFTERS, small_drafter, small_target
 from support.optim import (
     ADAMW,
     MUON,
+    WARMUP_STEPS,
     Muon,
     is_for_muon,
     make_optimizers,
@@ -54,11 +55,11 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw():
 
 def test_the_rate_warms_up_and_cools_down():
     adamw, _ = make_optimizers(small_drafter(small_target()), 0.01, 1e-3)
-    set_learning_rate([adamw], 0, 100, warmup_steps=10, cooldown=0.5)
-    assert abs(adamw.param_groups[0]["lr"] - 1e-4) < 1e-12
-    set_learning_rate([adamw], 30, 100, warmup_steps=10, cooldown=0.5)
+    set_learning_rate([adamw], 0, 100, cooldown=0.5)
+    assert abs(adamw.param_groups[0]["lr"] - 1e-3 / WARMUP_STEPS) < 1e-12
+    set_learning_rate([adamw], 30, 100, cooldown=0.5)
     assert abs(adamw.param_groups[0]["lr"] - 1e-3) < 1e-12
-    set_learning_rate([adamw], 99, 100, warmup_steps=10, cooldown=0.5)
+    set_learning_rate([adamw], 99, 100, cooldown=0.5)
     assert 1e-4 <= adamw.param_groups[0]["lr"] < 1.5e-4
 
 
