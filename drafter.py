@@ -88,8 +88,7 @@ class DrafterConfig:
             least = 1 if name in SELECTOR_FIELDS else 0
             check_field(name, getattr(self, name), getattr(DrafterConfig, name), least)
         if self.markov_head_type not in MARKOV_HEADS:
-            accepted = ", ".join(MARKOV_HEADS)
-            raise ValueError(f"markov_head_type {self.markov_head_type!r}; there is {accepted}")
+            raise ValueError(f"markov_head_type {self.markov_head_type!r}, none of {MARKOV_HEADS}")
         C, V = self.layers.hidden_size, self.layers.vocab_size
         if self.kind == "dflash2" and self.selector_top_k > V:
             raise ValueError(f"selector_top_k {self.selector_top_k} is beyond vocab_size {V}")
@@ -442,9 +441,8 @@ class Drafter(nn.Module):
         V, C = config.layers.vocab_size, config.layers.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * C, C, bias=False)
         self.hidden_norm = RMSNorm(C, config.layers.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            self.new_layer() for _ in range(config.layers.num_hidden_layers)
-        )
+        num_layers = config.layers.num_hidden_layers
+        self.layers = nn.ModuleList(self.new_layer() for _ in range(num_layers))
         self.norm = RMSNorm(C, config.layers.rms_norm_eps)
         if config.own_vocabulary:
             self.embed_tokens = nn.Embedding(V, C).requires_grad_(False)

@@ -157,13 +157,13 @@ class ModelConfig:
 
 
 def check_field(name: str, value, default, least: int | None = None) -> None:
-    """Refuse a value that has not the type of the field's default, or is no finite number from
-    `least` on (None: above 0)."""
+    """Refuse a value that is not of the type of the field's default, and a number that is infinite
+    or below `least` (None: not above 0)."""
     kind = type(default)
     fits = type(value) is kind or (kind is float and type(value) is int)
-    wanted = {bool: "true or false", str: "a word", tuple: "a list"}.get(kind)
+    wanted = {bool: "true or false", str: "a word", tuple: "a tuple"}.get(kind)
     if wanted is None:
-        wanted = "a positive number" if least is None else f"a number from {least} on"
+        wanted = f"a positive {kind.__name__}" if least is None else f"{kind.__name__} >= {least}"
         fits = fits and (value > 0 if least is None else value >= least) and value < math.inf
     if not fits:
         raise ValueError(f"{name} is {value!r}, not {wanted}")

@@ -44,7 +44,7 @@ PER_TOKEN = ("qkv", "k", "u", "g")  # what a linear layer keeps of each token
 KERNEL_DEVICES = ("cuda",)  # where flash-linear-attention's kernels run
 KERNEL_TOLERANCE = 1e-5  # how far from ours they may be, as a share of the largest number
 
-# ------------------------------------------ 1 and 2. the rule: token by token, many tokens at once
+# ------------------------------------------- 1 and 2. the rule: token by token, many tokens at once
 
 
 def l2_normed(x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def kernels_agree(device, H_k: int, D_k: int, H: int, D_v: int) -> bool:
     return gap < KERNEL_TOLERANCE
 
 
-# -------------------------------------------------------- 3 to 5. checkpoints, replay and the tree
+# --------------------------------------------------------- 3 to 5. checkpoints, replay and the tree
 
 
 def token_bytes(config, itemsize: int) -> int:

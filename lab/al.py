@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from drafter import Sampling
 from hf import load_tokenizer
-from lab.common import LabConfig, open_drafter, open_target, require
+from lab.common import LabConfig, open_drafters, require
 from support.flags import flag
 from support.measure import TaskMean, by_task, evaluate, format_gain, gain, read_tasks
 
@@ -62,36 +62,36 @@ def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None
     low, high = mean.interval()
     line = f"{'mean of tasks':21s} {mean.mean:6.3f}   [{low:.3f}, {high:.3f}]"
     print(line + (f"  over the first: {format_gain(over_first)}" if over_first else ""))
-    print_survival(rows, "survival", "survival: share of rounds that accept the first 1, 2, ...")
-    print_survival(rows, "conditional", "conditional: of the rounds that accept all drafts before")
-
-
-def print_survival(rows: dict, key: str, title: str) -> None:
-    print(title)
-    for task, row in rows.items():
-        cells = ("     -" if share is None else f"{share:6.3f}" for share in row[key])
-        print(f"  {task[:14]:14s}" + " ".join(cells))
+    titles = {
+        "survival": "share of rounds that accept the first 1, 2, ...",
+        "conditional": "of the rounds that accept all drafts before",
+    }
+    for key, title in titles.items():
+        print(f"{key}: {title}")
+        for task, row in rows.items():
+            cells = ("     -" if share is None else f"{share:6.3f}" for share in row[key])
+            print(f"  {task[:14]:14s}" + " ".join(cells))
 
 
 def run(config: Config) -> dict:
-    require(config, "target", "drafters", "tasks")
-    target = open_target(config)
+    require(config, "tasks")
+    target, drafters = open_drafters(config)
     tokenizer = load_tokenizer(config.target)
     size = config.num_prompts, config.prompt_length
     tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
-    drafters = {folder: open_drafter(folder, target) for folder in config.drafters}
     options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}
     drafting = options | {"draft_length": config.draft_length}
+    warm_up = next(iter(tasks.values()))[:2]
     num_new = config.max_new_tokens
     figures = {folder: {} for folder in drafters}
     for temperature in config.temperatures:
         sampling = Sampling(temperature, config.top_k, config.top_p)
         print(f"\ntemperature {temperature:g}, {num_new} tokens a prompt")
-        evaluate(target, None, next(iter(tasks.values()))[:2], 8, sampling)  # warms up
+        evaluate(target, None, warm_up, 8, sampling)
         plain = by_task(target, None, tasks, num_new, sampling, **options)
         first = None
         for folder, drafter in drafters.items():
-            evaluate(target, drafter, next(iter(tasks.values()))[:2], 8, sampling)
+            evaluate(target, drafter, warm_up, 8, sampling)
             results = by_task(target, drafter, tasks, num_new, sampling, **drafting)
             mean = TaskMean(results)
             over_first = gain(mean, first) if first else None

@@ -49,6 +49,9 @@ class Config(TrainConfig):
         if self.mode != "story" or self.stop_after:
             raise ValueError("claims sets --mode itself and has no --stop-after")
 
+    def chosen_arms(self, name: str) -> list[str]:
+        return [arm for arm in STUDIES[name].arms if not self.arms or arm in self.arms]
+
 
 @dataclass(frozen=True)
 class Study:
@@ -62,38 +65,37 @@ class Study:
     same_time_as: tuple = ()
 
 
-MODES = {mode: {"mode": mode} for mode in ("ce", "e2e", "rollout", "specopd")}
-NOT_SPECOPD = {mode: MODES[mode] for mode in ("ce", "e2e", "rollout")}
+def modes(names: str) -> dict:
+    """Arms that differ by --mode alone."""
+    return {name: {"mode": name} for name in names.split()}
+
+
+ALL = modes("ce e2e rollout specopd")
+OTHERS = modes("ce e2e rollout")
 SPECOPD = {"mode": "specopd"}
 DRAWN = SPECOPD | {"num_greedy": 0}
 GREEDY = SPECOPD | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0}
+DENSE = {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}
 FEW = {"num_references": 24}
 SEEDS = (0, 1, 2)
-AL_AT_THE_END = {"eval_every": 10**9}
+AT_THE_END = {"eval_every": 10**9}  # AL is measured once
 
 STUDIES = {
-    "gqa-24": Study(MODES, arm_changes=FEW, seeds=SEEDS),
-    "gqa-512": Study(MODES, seeds=SEEDS),
+    "gqa-24": Study(ALL, arm_changes=FEW, seeds=SEEDS),
+    "gqa-512": Study(ALL, seeds=SEEDS),
     # how branches are drawn, by the temperature that they are served at
     "temperature-24": Study(
         {"drawn": DRAWN, "greedy": GREEDY, "e2e_al": DRAWN | {"loss": "e2e_al"}},
         arm_changes=FEW,
         seeds=SEEDS,
     ),
-    "time-24": Study(NOT_SPECOPD, arm_changes=FEW, same_time_as=("gqa-24", "specopd")),
-    "time-512": Study(NOT_SPECOPD, same_time_as=("gqa-512", "specopd")),
+    "time-24": Study(OTHERS, arm_changes=FEW, same_time_as=("gqa-24", "specopd")),
+    "time-512": Study(OTHERS, same_time_as=("gqa-512", "specopd")),
     # as many blocks in a step as a rollout of the same references has
-    "dense-24": Study(
-        {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}, arm_changes=FEW
-    ),
-    "dense-512": Study({"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}),
-    "long-24": Study(
-        {mode: MODES[mode] for mode in ("ce", "e2e", "specopd")},
-        arm_changes=FEW | {"steps": 2500, "eval_every": 125},
-    ),
-    "gdn-dspark-64": Study(
-        MODES, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}
-    ),
+    "dense-24": Study(DENSE, arm_changes=FEW),
+    "dense-512": Study(DENSE),
+    "long-24": Study(modes("ce e2e specopd"), arm_changes=FEW | {"steps": 2500, "eval_every": 125}),
+    "gdn-dspark-64": Study(ALL, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}),
     # one change of the default recipe at a time
     "ablations": Study(
         {
@@ -112,15 +114,11 @@ STUDIES = {
             "AdamW alone": SPECOPD | {"matrix_lr": 0.0},
             "Muon 0.02": SPECOPD | {"matrix_lr": 0.02},
         },
-        arm_changes=AL_AT_THE_END | {"save_every": 500},
+        arm_changes=AT_THE_END | {"save_every": 500},
     ),
-    "block-4": Study({"e2e": MODES["e2e"], "specopd": SPECOPD}, {"block_size": 4}, AL_AT_THE_END),
-    "block-16": Study(
-        {"e2e": MODES["e2e"], "specopd": SPECOPD},
-        {"block_size": 16, "ce_decay": 7.0},
-        AL_AT_THE_END,
-    ),
-    "given": Study(MODES, seeds=()),  # from --drafter
+    "block-4": Study(modes("e2e specopd"), {"block_size": 4}, AT_THE_END),
+    "block-16": Study(modes("e2e specopd"), {"block_size": 16, "ce_decay": 7.0}, AT_THE_END),
+    "given": Study(ALL, seeds=()),  # from --drafter
 }
 
 
@@ -140,21 +138,18 @@ def arm_folder(config: Config, name: str, seed: int, arm: str) -> Path:
     return Path(config.out) / name / f"s{seed}" / arm.replace(" ", "-")
 
 
-def train_config(config: Config, **changes) -> TrainConfig:
-    """The run's config without the flags of the studies, changed."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**values | changes)
-
-
 def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
     """The run of an arm, or of a study's "start"."""
     study = STUDIES[name]
     changes = study.changes | {"seed": seed}
     if arm == "start":
-        changes |= {"mode": "ce", "steps": config.warm_steps}
-        return train_config(config, eval_every=max(250, config.eval_every), **changes)
-    drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
-    return train_config(config, drafter=drafter, **changes | study.arm_changes | study.arms[arm])
+        every = max(250, config.eval_every)
+        changes |= {"mode": "ce", "steps": config.warm_steps, "eval_every": every}
+    else:
+        drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
+        changes |= {"drafter": drafter} | study.arm_changes | study.arms[arm]
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**values | changes)
 
 
 def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
@@ -182,7 +177,6 @@ class Setting:
     """What the studies of one target share: target, tokenizer, held-out prompts, references."""
 
     def __init__(self, config: Config, out: Path):
-        self.config = config
         self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
         self.trunks = {}  # one set at a time
 
@@ -191,18 +185,17 @@ class Setting:
         tap_ids = start_drafter(run, self.target, self.tokenizer).config.target_layer_ids
         key = run.num_references, tap_ids
         if key not in self.trunks:
-            rows = {name: t[: run.num_references] for name, t in vars(self.references).items()}
             self.trunks.clear()
-            references = References(**rows)
-            self.trunks[key] = Trunks(self.target, references, tap_ids, run.cache_gib)
+            rows = {name: t[: run.num_references] for name, t in vars(self.references).items()}
+            self.trunks[key] = Trunks(self.target, References(**rows), tap_ids, run.cache_gib)
         return self.trunks[key]
 
-    def train(self, config: TrainConfig, folder: Path) -> None:
+    def train(self, run: TrainConfig, folder: Path) -> None:
         """Train and measure one arm, or find it finished."""
         world = self.target, self.tokenizer, self.measure
-        totals = trained(config, folder, *world, lambda: self.trunks_of(config))
-        best_step = totals.get("best", {}).get("step", config.steps)
-        best = folder if best_step == config.steps else folder / "best"
+        totals = trained(run, folder, *world, lambda: self.trunks_of(run))
+        best_step = totals.get("best", {}).get("step", run.steps)
+        best = folder if best_step == run.steps else folder / "best"
         self.measure_once(folder, {"last": folder, "best": best})
 
     def measure_once(self, folder: Path, drafters: dict[str, Path]) -> None:
@@ -214,12 +207,13 @@ class Setting:
             if read_json(path).get("prompts", prompts) != prompts:
                 raise ValueError(f"{path} was measured on other prompts: remove it")
             return
-        counts = {drafter_folder: {} for drafter_folder in drafters.values()}
-        for drafter_folder, by_temperature in counts.items():
+        counts = {}
+        for drafter_folder in dict.fromkeys(drafters.values()):
             drafter = Drafter.from_pretrained(drafter_folder, self.target, torch.float32)
-            for t in TEMPERATURES:
-                results = m(self.target, drafter, t, progress=f"AL at {t:g}")
-                by_temperature[f"t{t:g}"] = to_counts(results)
+            counts[drafter_folder] = {
+                f"t{t:g}": to_counts(m(self.target, drafter, t, progress=f"AL at {t:g}"))
+                for t in TEMPERATURES
+            }
         write_json(path, {n: counts[d] for n, d in drafters.items()} | {"prompts": prompts})
 
 
@@ -241,9 +235,7 @@ def run_study(config: Config, settings: dict, name: str) -> None:
             setting.measure_once(start, {"last": drafter, "best": drafter})
         else:
             setting.train(arm_config(config, name, seed, "start"), start)
-        for arm in study.arms:
-            if config.arms and arm not in config.arms:
-                continue
+        for arm in config.chosen_arms(name):
             print(f"-- {name}, seed {seed}: {arm}")
             run = arm_config(config, name, seed, arm)
             if study.same_time_as:
@@ -253,9 +245,8 @@ def run_study(config: Config, settings: dict, name: str) -> None:
 
 def to_counts(results: Acceptance) -> dict:
     """A measurement as JSON keeps it: counts per prompt, without texts."""
-    names = ("committed", "rounds", "nodes", "repeated", "survived")
-    counts = {name: getattr(results, name).tolist() for name in names}
-    return counts | {"seconds": results.seconds}
+    tensors = {name: x.tolist() for name, x in vars(results).items() if torch.is_tensor(x)}
+    return tensors | {"seconds": results.seconds}
 
 
 def from_counts(counts: dict) -> Acceptance:
@@ -364,23 +355,24 @@ def chosen_studies(config: Config) -> list[str]:
     """The names of the studies to run; what cannot be run is an error before anything runs."""
     usual = [name for name in STUDIES if name != "given"]
     names = list(config.studies) or (["given"] if config.drafter else usual)
-    for name in names:
-        if name not in STUDIES:
-            raise ValueError(f"--studies {name}: there is {', '.join(STUDIES)}")
+    check_choice("studies", names, STUDIES)
     if "given" in names and not config.drafter:
         raise ValueError("--studies given goes with --drafter FOLDER")
-    arms = [arm for name in names for arm in STUDIES[name].arms]
+    check_choice("arms", config.arms, [arm for name in names for arm in STUDIES[name].arms])
     seeds = [seed for name in names for seed in STUDIES[name].seeds or (config.seed,)]
-    for flag_name, values, known in (("arms", config.arms, arms), ("seeds", config.seeds, seeds)):
-        for value in values:
-            if value not in known:
-                listed = ", ".join(map(str, dict.fromkeys(known)))
-                raise ValueError(f"--{flag_name} {value}: there is {listed}")
+    check_choice("seeds", config.seeds, seeds)
     for name in names:
-        for arm in STUDIES[name].arms:
-            if not config.arms or arm in config.arms:
-                arm_config(config, name, 0, arm)  # a config checks itself
+        for arm in config.chosen_arms(name):
+            arm_config(config, name, 0, arm)  # a config checks itself
     return names
+
+
+def check_choice(flag_name: str, values, known) -> None:
+    """Raise a ValueError that names the first value which is not known."""
+    for value in values:
+        if value not in known:
+            listed = ", ".join(map(str, dict.fromkeys(known)))
+            raise ValueError(f"--{flag_name} {value}: there is {listed}")
 
 
 def run(config: Config) -> dict | None:

@@ -50,16 +50,20 @@ def open_target(config) -> Target:
     return for_cpu(Target.from_pretrained(config.target, config.device, dtype_of(config)))
 
 
-def open_drafter(folder: str, target: Target, dtype=None) -> Drafter:
-    """A drafter, by default in the target's dtype."""
-    return Drafter.from_pretrained(folder, target, dtype or target.lm_head.weight.dtype)
-
-
 def open_pair(config, drafter_dtype=None) -> tuple[Target, Drafter]:
-    """The target of --target and the drafter of --drafter."""
+    """The target of --target and the drafter of --drafter, by default in the target's dtype."""
     require(config, "target", "drafter")
     target = open_target(config)
-    return target, open_drafter(config.drafter, target, drafter_dtype)
+    dtype = drafter_dtype or target.lm_head.weight.dtype
+    return target, Drafter.from_pretrained(config.drafter, target, dtype)
+
+
+def open_drafters(config) -> tuple[Target, dict[str, Drafter]]:
+    """The target of --target and the drafters of --drafters by folder, in its dtype."""
+    require(config, "target", "drafters")
+    target = open_target(config)
+    dtype = target.lm_head.weight.dtype
+    return target, {f: Drafter.from_pretrained(f, target, dtype) for f in config.drafters}
 
 
 def held_out_prompts(config, count: int) -> list[list[int]]:
@@ -70,10 +74,8 @@ def held_out_prompts(config, count: int) -> list[list[int]]:
 
 
 def long_text(config, target: Target, length: int) -> Tensor:
-    """One text (1, length): a prompt with the loaded target's continuation.
-
-    A text too long for the target is held-out text; that of an untrained target is noise.
-    """
+    """One text (1, length): a prompt with the loaded target's continuation. A text too long for
+    the target is held-out text; that of an untrained target is noise."""
     if not config.target:
         generator = torch.Generator().manual_seed(config.seed)
         tokens = torch.randint(0, target.num_tokens, (1, length), generator=generator)
@@ -116,10 +118,7 @@ def timed(function) -> float:
 
 def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
     """Median, lowest and highest seconds of function() over its repeats, after one warm-up.
-
-    Repeats end early once all calls took `patience` seconds; if that is the warm-up alone, it
-    counts.
-    """
+    Repeats end once all calls took `patience` seconds; a warm-up that takes so long counts."""
     times = []
     while len(times) <= repeats and sum(times) <= patience:
         times.append(timed(function))
@@ -161,12 +160,14 @@ def format_shares(shares: dict[str, float]) -> str:
     return ", ".join(f"{stage} {100 * share:.0f} %" for stage, share in shares.items())
 
 
-def new_figure(rows: int, columns: int, size: tuple):
-    """A figure of matplotlib and its axes; an ImportError if it is not installed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(size)  # needs no screen
-    return figure, figure.subplots(rows, columns)
+def new_figure(columns: int, size: tuple, **options):
+    """A figure of matplotlib, without a screen, and its axes side by side."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
+    figure = Figure(size)
+    return figure, figure.subplots(1, columns, **options)
 
 
 def save_picture(figure, path: Path) -> str:

@@ -9,9 +9,8 @@ product c_1 ... c_k is the probability that it counts. Two rules choose the draf
 
 The second is the rule of an engine that packs its rows. Here a batch is padded to its longest row,
 so only columns that no row needs are saved. Both keep the text's distribution exactly the target's,
-because c_k depends on y_1..y_{k-1} alone: whether y_k is verified must not depend on y_k or on what
-is drawn after it. Raw confidences are too high or too low. One temperature per position, fitted in
-order on held-out rounds (sequential temperature scaling), corrects them.
+because c_k depends on y_1..y_{k-1} alone, not on y_k or what is drawn after it. One temperature per
+position, fitted in order on held-out rounds (sequential temperature scaling), calibrates c_k.
 
     python -m lab confidence --target FOLDER --drafter FOLDER     calibrate, profile, compare
     pytest tests/lab/test_confidence.py
@@ -45,79 +44,52 @@ class Config(LabConfig):
     threshold: float = flag(0.5, "of the threshold rule", low=0)
 
 
-@dataclass
-class Threshold:
-    """Verify up to the first draft whose confidence is below the threshold."""
-
-    threshold: float
-    temperatures: Tensor | None = None  # (W,)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Confidence logits (B,W) -> drafts to verify (B,)."""
-        confidence = calibrated(logits, self.temperatures).sigmoid()
-        return (confidence >= self.threshold).long().cumprod(-1).sum(-1)
-
-
-@dataclass
-class Throughput:
-    """Verify what raises the expected tokens per second. seconds (W+1,): of a whole round in which
-    every row verifies 0, 1, ... W drafts."""
-
-    seconds: Tensor
-    temperatures: Tensor | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Confidence logits (B,W) -> drafts to verify (B,)."""
-        B, W = logits.shape
-        survival = calibrated(logits, self.temperatures).sigmoid().cumprod(-1)  # (B, W)
-        order = survival.flatten().argsort(descending=True, stable=True)  # each row's in its order
-        tokens = B + survival.flatten()[order].cumsum(0)  # expected, with so many drafts admitted
-        tokens = torch.cat([tokens.new_full((1,), B), tokens])  # (B*W+1,)
-        rate = tokens / self.cost(torch.arange(B * W + 1, device=logits.device) / B)
-        rising = (rate[1:] > rate[:-1]).long().cumprod(0)  # up to the first drop
-        admitted = torch.zeros_like(rising).scatter(0, order, rising)
-        return admitted.view(B, W).cumprod(-1).sum(-1)
-
-    def cost(self, drafts: Tensor) -> Tensor:
-        """Seconds of a round that verifies so many drafts (n,) a row on average."""
-        seconds = self.seconds.to(drafts.device)
-        low = drafts.long().clamp(max=len(seconds) - 2)
-        return torch.lerp(seconds[low], seconds[low + 1], drafts - low)
-
-
-def calibrated(logits: Tensor, temperatures: Tensor | None) -> Tensor:
+def confidence(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """c_k of confidence logits (B,W), divided by temperatures (W,): (B,W) in float32."""
     logits = logits.float()  # sums over a batch are lost in bfloat16
-    return logits if temperatures is None else logits / temperatures.to(logits)
+    return (logits if temperatures is None else logits / temperatures.to(logits)).sigmoid()
 
 
-@torch.inference_mode()
+def by_threshold(logits: Tensor, threshold: float, temperatures: Tensor | None = None) -> Tensor:
+    """Verify up to the first draft whose confidence is below the threshold: logits (B,W) -> (B,)"""
+    is_sure = confidence(logits, temperatures) >= threshold
+    return is_sure.long().cumprod(-1).sum(-1)
+
+
+def by_throughput(logits: Tensor, seconds: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """Verify what raises the expected tokens per second: logits (B,W) -> (B,). seconds (W+1,): of
+    a whole round in which every row verifies 0, 1, ... W drafts."""
+    B, W = logits.shape
+    survival = confidence(logits, temperatures).cumprod(-1).flatten()
+    order = survival.argsort(descending=True, stable=True)  # each row's drafts in their order
+    tokens = B + survival[order].cumsum(0)
+    tokens = torch.cat([tokens.new_full((1,), B), tokens])  # (B*W+1,) with so many drafts admitted
+    per_row = torch.arange(B * W + 1, device=logits.device) / B
+    low = per_row.long().clamp(max=W - 1)
+    seconds = seconds.to(logits.device)
+    rate = tokens / torch.lerp(seconds[low], seconds[low + 1], per_row - low)
+    rising = (rate[1:] > rate[:-1]).long().cumprod(0)  # up to the first drop
+    admitted = torch.zeros_like(rising).scatter(0, order, rising)
+    return admitted.view(B, W).cumprod(-1).sum(-1)
+
+
 def observe_rounds(target, drafter, measure: Measure, temperature: float) -> tuple[Tensor, Tensor]:
-    """Real rounds with all drafts verified: confidence logits (R,W) and accepted drafts (R,).
+    """Real rounds with all drafts verified: confidence logits (R,W) and accepted drafts (R,)."""
+    logits, accepted = [], []
 
-    A round that ended its text says nothing about the drafts behind its stop token: left out.
-    """
-    seen, logits, accepted = [], [], []
-
-    def verify_all(row_logits: Tensor) -> Tensor:
-        seen.append(row_logits[0].float().cpu())
-        return torch.full_like(row_logits[:, 0], row_logits.shape[1], dtype=torch.long)
+    def verify_all(row: Tensor) -> Tensor:
+        logits.append(row[0].float().cpu())
+        return torch.full_like(row[:, 0], row.shape[1], dtype=torch.long)
 
     for number, prompt in enumerate(measure.prompts):
-        seen.clear()
-        (result,) = generate(
-            target,
-            drafter,
-            [prompt],
-            measure.max_new_tokens,
-            Sampling(temperature),
-            measure.seed + number,
-            measure.stop_ids,
-            choose=verify_all,
-        )
-        stopped = result.finish_reason == "stop" and result.num_rounds > 0
-        num_whole = result.num_rounds - stopped
-        logits += seen[:num_whole]
-        accepted += result.accepted[:num_whole]
+        how = (Sampling(temperature), measure.seed + number, measure.stop_ids)
+        length = measure.max_new_tokens
+        (result,) = generate(target, drafter, [prompt], length, *how, choose=verify_all)
+        accepted += result.accepted
+        if result.finish_reason == "stop" and result.num_rounds:
+            # the last round says nothing about the drafts behind the stop token
+            logits.pop()
+            accepted.pop()
     if not logits:
         raise ValueError("no round to calibrate on: every prompt ended with its first tokens")
     return torch.stack(logits), torch.tensor(accepted)
@@ -127,32 +99,28 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
     """Sequential temperature scaling: logits (R,W) and accepted drafts (R,) of R rounds -> one
     temperature per position (W,), each fitted by likelihood on the rounds that came so far."""
     grid = torch.logspace(-1.5, 1.5, 241, dtype=torch.double)
-    temperatures = []
+    temperatures = torch.ones(logits.shape[1])
     for k in range(logits.shape[1]):
         reached = accepted >= k
-        is_accepted = (accepted[reached] > k).double()
-        if not len(is_accepted):
-            temperatures.append(1.0)
-            continue
-        scaled = logits[reached, k].double() / grid[:, None]  # (241, rounds)
-        labels = is_accepted.expand_as(scaled)
-        losses = F.binary_cross_entropy_with_logits(scaled, labels, reduction="none").mean(-1)
-        temperatures.append(grid[losses.argmin()].item())
-    return torch.tensor(temperatures)
+        if reached.any():
+            scaled = logits[reached, k].double() / grid[:, None]  # (241, rounds)
+            labels = (accepted[reached] > k).double().expand_as(scaled)
+            losses = F.binary_cross_entropy_with_logits(scaled, labels, reduction="none")
+            temperatures[k] = grid[losses.mean(-1).argmin()]
+    return temperatures
 
 
-def reliability(logits: Tensor, accepted: Tensor) -> tuple[float, list]:
+def reliability(confidences: Tensor, accepted: Tensor) -> tuple[float, list]:
     """The expected calibration error of survival: the mean gap between predicted and seen survival
     over ten bins, weighted by their size; and (predicted, seen, count) of each bin."""
-    predicted = logits.sigmoid().cumprod(-1).flatten().double()
-    seen = (accepted[:, None] > torch.arange(logits.shape[1])).flatten().double()
+    predicted = confidences.cumprod(-1).flatten().double()
+    seen = (accepted[:, None] > torch.arange(confidences.shape[1])).flatten().double()
     bins = (predicted * 10).long().clamp(max=9)
     rows = []
     for number in bins.unique():
         inside = bins == number
-        rows.append(
-            (predicted[inside].mean().item(), seen[inside].mean().item(), int(inside.sum()))
-        )
+        means = (predicted[inside].mean().item(), seen[inside].mean().item())
+        rows.append((*means, int(inside.sum())))
     return sum(abs(p - s) * count for p, s, count in rows) / len(bins), rows
 
 
@@ -178,33 +146,31 @@ def profile_rounds(target, drafter, measure: Measure, num_rows: int) -> Tensor:
     return torch.tensor(seconds).cummax(0).values
 
 
-def calibrate(config: Config, target, drafter, first: Measure, second: Measure) -> tuple:
+def calibrate(target, drafter, first: Measure, second: Measure, temperature: float) -> tuple:
     """Temperatures fitted on the first prompts, and how reliable they are on the second."""
-    logits, accepted = observe_rounds(target, drafter, first, config.temperature)
+    logits, accepted = observe_rounds(target, drafter, first, temperature)
     temperatures = fit_temperatures(logits, accepted)
-    print(
-        f"{len(accepted)} rounds at temperature {config.temperature:g}; each position's confidence "
-        f"logit is divided by {[round(t, 2) for t in temperatures.tolist()]}"
-    )
-    logits, accepted = observe_rounds(target, drafter, second, config.temperature)
+    divisors = [round(t, 2) for t in temperatures.tolist()]
+    print(f"{len(accepted)} rounds at temperature {temperature:g}")
+    print(f"each position's confidence logit is divided by {divisors}")
+    logits, accepted = observe_rounds(target, drafter, second, temperature)
     gaps = {}
-    for name, values in (("raw", logits), ("calibrated", calibrated(logits, temperatures))):
-        gaps[name], rows = reliability(values, accepted)
+    for name, divisors in (("raw", None), ("calibrated", temperatures)):
+        gaps[name], rows = reliability(confidence(logits, divisors), accepted)
         print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
         print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in rows))
     return temperatures, gaps
 
 
-def compare(config: Config, target, drafter, measure: Measure, rules: dict, size: int) -> dict:
+def compare(target, drafter, measure: Measure, temperature: float, rules: dict, size: int) -> dict:
     """AL, tokens verified a round and speed by each rule, `size` prompts at once."""
-    sampling = Sampling(config.temperature)
+    sampling = Sampling(temperature)
+    how = (measure.max_new_tokens, sampling, measure.seed, measure.stop_ids)
     figures = {}
     for name, rule in rules.items():
         options = {"batch_size": size, "choose": rule}
         evaluate(target, drafter, measure.prompts[:size], 8, sampling, **options)  # warms up
-        options |= {"seed": measure.seed, "stop_ids": measure.stop_ids}
-        num_new = measure.max_new_tokens
-        results = evaluate(target, drafter, measure.prompts, num_new, sampling, **options)
+        results = evaluate(target, drafter, measure.prompts, *how, **options)
         nodes = (results.nodes.sum() / results.rounds.sum()).item()
         speed = results.tokens_per_s
         print(f"{size:6d} {name:11s} {results.mean:5.3f} {nodes:17.2f} {speed:10.1f}")
@@ -217,30 +183,24 @@ def run(config: Config) -> dict:
     if not drafter.has_confidence:
         raise ValueError(f"{config.drafter} has no confidence head (DSpark drafters have one)")
     tokenizer = load_tokenizer(config.target)
-    held_out = load_corpus().held_out
     half = config.num_prompts
-    prompts = draw_prompts(held_out, tokenizer, 2 * half, config.prompt_length, config.seed + 2)
-    first, second = (
-        Measure(part, config.max_new_tokens, tokenizer.stop_ids, config.seed)
-        for part in (prompts[:half], prompts[half:])
-    )
-    temperatures, gaps = calibrate(config, target, drafter, first, second)
-    seconds = {size: profile_rounds(target, drafter, first, size) for size in config.batch_sizes}
+    how = (2 * half, config.prompt_length, config.seed + 2)
+    prompts = draw_prompts(load_corpus().held_out, tokenizer, *how)
+    how = (config.max_new_tokens, tokenizer.stop_ids, config.seed)
+    first, second = Measure(prompts[:half], *how), Measure(prompts[half:], *how)
+    pair = (target, drafter)
+    temperatures, gaps = calibrate(*pair, first, second, config.temperature)
+    seconds = {size: profile_rounds(*pair, first, size) for size in config.batch_sizes}
     for size, row in seconds.items():
         ms = " ".join(f"{1e3 * s:.1f}" for s in row.tolist())
         print(f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: {ms}")
     print(" batch rule          AL  verified a round   tokens/s")
+    fixed = partial(by_threshold, threshold=config.threshold, temperatures=temperatures)
     rows = {}
-    for size in config.batch_sizes:
-        rules = {
-            "all": None,
-            "threshold": Threshold(config.threshold, temperatures),
-            "throughput": Throughput(seconds[size], temperatures),
-        }
-        rows[str(size)] = compare(config, target, drafter, second, rules, size)
-    return {
-        "temperatures": temperatures.tolist(),
-        "gaps": gaps,
-        "seconds": {str(size): row.tolist() for size, row in seconds.items()},
-        "rules": rows,
-    }
+    for size, profile in seconds.items():
+        by_rate = partial(by_throughput, seconds=profile, temperatures=temperatures)
+        rules = {"all": None, "threshold": fixed, "throughput": by_rate}
+        rows[str(size)] = compare(*pair, second, config.temperature, rules, size)
+    profiles = {str(size): row.tolist() for size, row in seconds.items()}
+    temperatures = temperatures.tolist()
+    return {"temperatures": temperatures, "gaps": gaps, "seconds": profiles, "rules": rows}

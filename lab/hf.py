@@ -1,7 +1,6 @@
 """Plain decoding and prefill against transformers, with the same weights in one process.
 
-Both run in turn: greedy decoding of one and of eight rows, and the prefill of a long text. A line
-above says how fast decoding could be at best: one row through every matrix once.
+Both run in turn: greedy decoding of one and of eight rows, and the prefill of a long text.
 
     python -m lab hf --target FOLDER --dtype bfloat16 --trunk-length 1024
 """
@@ -12,9 +11,8 @@ from functools import partial
 
 import torch
 
-from lab.common import LabConfig, median_time, open_target, require, timed
+from lab.common import LabConfig, open_target, require, timed
 from serve import generate
-from support.cpu import single_row_kernel
 from support.flags import flag
 
 
@@ -38,14 +36,6 @@ def open_transformers(config: Config, dtype):
     return model.to(config.device)
 
 
-def fastest_round(ours, repeats: int) -> float:
-    """Seconds of one row through every matrix once."""
-    matrices = [m for m in ours.modules() if isinstance(m, torch.nn.Linear)]
-    rows = {m.in_features: m.weight.new_ones(1, 1, m.in_features) for m in matrices}
-    with single_row_kernel(1, matrices[0].weight):
-        return median_time(lambda: [m(rows[m.in_features]) for m in matrices], repeats)["low"]
-
-
 @torch.inference_mode()
 def run(config: Config) -> dict:
     require(config, "target")
@@ -58,29 +48,25 @@ def run(config: Config) -> dict:
         ids = torch.randint(0, ours.num_tokens, (B, T), generator=generator)
         return ids.to(config.device)
 
-    floor = fastest_round(ours, config.repeats)
-    print(
-        f"{dtype}, {torch.get_num_threads()} threads; tokens/s, best of {config.repeats} "
-        f"[median]\nevery matrix once against one row: {1 / floor:.1f}"
-    )
     num_new, T = config.max_new_tokens, config.trunk_length
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
-    row = random_ids(1, config.prompt_length)
-    rows = random_ids(8, config.prompt_length)
-    text = random_ids(1, T)
-    lengths = torch.tensor([T], device=config.device)
-    pairs = {}
-    for name, prompts in (("decode, 1 row", row), ("decode, 8 rows", rows)):
+    pairs = {}  # {title: (tokens, our function, theirs)}
+    for B, name in ((1, "decode, 1 row"), (8, "decode, 8 rows")):
+        prompts = random_ids(B, config.prompt_length)
         pairs[name] = (
-            len(prompts) * num_new,
+            B * num_new,
             partial(generate, ours, None, prompts.tolist(), num_new),
             partial(theirs.generate, prompts, attention_mask=torch.ones_like(prompts), **options),
         )
+    text = random_ids(1, T)
+    lengths = torch.tensor([T], device=config.device)
     pairs[f"prefill of {T:,}"] = (
         T,
         lambda: ours.head(ours.prefill(text, lengths, 64, ()).hidden[:, -1:]),
         lambda: theirs(text, use_cache=True, logits_to_keep=1),
     )
+    threads = torch.get_num_threads()
+    print(f"{dtype}, {threads} threads; tokens/s, best of {config.repeats} [median]")
     figures = {"dtype": str(dtype)}
     for name, (num_tokens, *pair) in pairs.items():
         seconds = [[timed(function) for function in pair] for _ in range(config.repeats + 1)]
@@ -91,4 +77,4 @@ def run(config: Config) -> dict:
         ratio = f"{best[0] / best[1]:.2f} [{medians[0] / medians[1]:.2f}] x"
         print(f"{name:18s} here {shown[0]}   transformers {shown[1]}   {ratio}")
         figures[name] = {"tokens_per_s": best, "medians": medians}
-    return figures | {"floor_tokens_per_s": 1 / floor}
+    return figures

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lab.common import pyplot, save_picture
+from lab.common import new_figure, save_picture
 from support.flags import flag
 from tree import lesson_tree
 
@@ -41,37 +41,32 @@ def layout(tree, branches) -> tuple[list, list]:
         with_child.add(parent)
     # the branches that leave last stand nearest to the trunk, so that no lines cross
     rows = [max(rows) + 1 - row for row in rows]
-    num_nodes = len(tree.tokens[0])
-    routes = [[*route, T + num_nodes + number] for number, route in enumerate(slots.tolist())]
+    num_slots = T + len(tree.tokens[0])
+    routes = [[*route, num_slots + number] for number, route in enumerate(slots.tolist())]
     return list(zip(positions, rows, tokens)), routes
 
 
 def draw_tree(axis, trunk, anchors, tree, branches) -> None:
     tokens, routes = layout(tree, branches)
+    T = len(trunk[0])
     dots = [(x, 0, token) for x, token in enumerate(trunk[0].tolist())] + tokens
     num_slots = len(dots) - len(routes)
-    axis.plot([0, len(trunk[0]) - 1], [0, 0], color="#999999", linewidth=1.2, zorder=1)
+    axis.plot([0, T - 1], [0, 0], color="#999999", linewidth=1.2, zorder=1)
     for number, (route, colour) in enumerate(zip(routes, COLOURS)):
         shift = 0.09 * (number - 1)  # branches that share nodes run side by side
-        xs = [dots[slot][0] for slot in route]
-        ys = [dots[slot][1] + shift for slot in route]
+        xs, ys = zip(*((dots[slot][0], dots[slot][1] + shift) for slot in route))
         drafted = " ".join(map(str, branches[0, number, 0].tolist()))
         label = f"at {anchors[0, number].item()}: {drafted}"
         axis.plot(xs, ys, color=colour, linewidth=2.2, zorder=2, label=label)
     for number, (x, y, token) in enumerate(dots):
-        on_trunk, is_last = number < len(trunk[0]), number >= num_slots
-        face = "#e6e6e6" if on_trunk else "white"
-        is_anchor = on_trunk and x in anchors
-        style = {"facecolor": face, "edgecolor": "#333333", "linestyle": ":" if is_last else "-"}
-        axis.scatter(x, y, s=330, linewidth=2.4 if is_anchor else 1.0, zorder=3, **style)
+        style = {"facecolor": "#e6e6e6" if number < T else "white", "edgecolor": "#333333"}
+        style["linewidth"] = 2.4 if number < T and x in anchors else 1.0
+        axis.scatter(x, y, s=330, linestyle=":" if number >= num_slots else "-", zorder=3, **style)
         axis.text(x, y, token, ha="center", va="center", fontsize=9.5, zorder=4)
     for x in sorted(set(anchors[0].tolist())):
         axis.text(x, -0.52, "anchor", ha="center", fontsize=9)
-    axis.set_ylim(max(y for _, y, _ in dots) + 0.6, -0.95)
-    axis.set_xlim(-0.6, len(trunk[0]) - 0.4)
-    axis.set_xticks(range(len(trunk[0])))
-    axis.set_xlabel("position")
-    axis.set_yticks([])
+    axis.set(xlim=(-0.6, T - 0.4), ylim=(max(y for _, y, _ in dots) + 0.6, -0.95))
+    axis.set(xticks=range(T), yticks=[], xlabel="position")
     axis.spines[["left", "right", "top"]].set_visible(False)
     axis.legend(loc="lower left", fontsize=9, frameon=False)
     axis.set_title("the tree: trunk grey, nodes white, dotted tokens need no node", fontsize=10.5)
@@ -79,9 +74,8 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
 
 def draw_mask(axis, trunk, tree) -> None:
     T = tree.num_trunk_slots
-    visible = tree.view().mask[0, 0].float()  # (N, T+N)
     nodes = tree.tokens[0].tolist()
-    shades = visible.clone()
+    shades = tree.view().mask[0, 0].float()  # (N, T+N)
     shades[:, :T] *= 0.45
     axis.imshow(shades.numpy(), cmap="Blues", vmin=0, vmax=1.15, aspect="equal")
     axis.set_xticks(range(T + len(nodes)), [*trunk[0].tolist(), *nodes], fontsize=9)
@@ -91,19 +85,15 @@ def draw_mask(axis, trunk, tree) -> None:
     axis.grid(which="minor", color="#bbbbbb", linewidth=0.6)
     axis.tick_params(which="both", length=0)
     axis.axvline(T - 0.5, color="#333333", linewidth=1.6)
-    axis.set_xlabel("sees: trunk tokens | nodes")
-    axis.set_ylabel("node")
+    axis.set(xlabel="sees: trunk tokens | nodes", ylabel="node")
     axis.set_title("the mask: each node sees its own history", fontsize=10.5)
 
 
 def run(config: Config) -> None:
-    plot = pyplot()
-    if plot is None:
-        raise ValueError("picture needs matplotlib: pip install matplotlib")
     trunk, anchors, branches, tree = lesson_tree(merge=True)
-    figure, axes = plot.subplots(1, 2, figsize=(10.5, 3.3), width_ratios=(1.15, 1))
+    figure, axes = new_figure(2, (10.5, 3.3), width_ratios=(1.15, 1))
     draw_tree(axes[0], trunk, anchors, tree, branches)
     draw_mask(axes[1], trunk, tree)
     path = Path(config.out) / "tree.png"
-    save_picture(plot, figure, path)
+    save_picture(figure, path)
     print(path)

@@ -9,6 +9,7 @@ with no node merged or cut short, activations, masks, logits, gathered layers.
     pytest tests/lab/test_plan.py
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ GIB = 2**30
 HALF = 2  # bytes of a number in bfloat16, the target's type
 LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
 USABLE = 0.9  # share of a GPU's memory that may be planned with
+TABLE = "ngram_embedding.weight"  # stays on the host
 ON_POLICY = ("specopd", "story")
 
 
@@ -45,16 +47,13 @@ class Config(TrainConfig):
 
 def num_parameters(module) -> int:
     """Numbers in a module, without n-gram tables."""
-    return sum(p.numel() for name, p in module.named_parameters() if not _is_table(name))
+    named = module.named_parameters()
+    return sum(p.numel() for name, p in named if not name.endswith(TABLE))
 
 
 def num_table_entries(module) -> int:
-    """Numbers in a module's n-gram tables, which stay on the host."""
-    return sum(p.numel() for name, p in module.named_parameters() if _is_table(name))
-
-
-def _is_table(name: str) -> bool:
-    return name.endswith("ngram_embedding.weight")
+    """Numbers in a module's n-gram tables."""
+    return sum(p.numel() for p in module.parameters()) - num_parameters(module)
 
 
 def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=None) -> dict:
@@ -65,12 +64,13 @@ def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=No
     num_attention = c.num_hidden_layers - num_linear
     index_keys = 2 * c.indexer_head_dim if c.streams else 0
     keys_values = 2 * c.num_key_value_heads * c.head_dim + index_keys
-    ngram = len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * itemsize)
+    linear = num_linear * replay.token_bytes(c, itemsize)
+    if c.streams:
+        linear += len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * itemsize)
     num_states = T // spacing + 1  # the last one is kept, too
     return {
         "keys and values": T * num_attention * itemsize * keys_values,
-        "linear layers' tokens": T
-        * (num_linear * replay.token_bytes(c, itemsize) + (ngram if c.streams else 0)),
+        "linear layers' tokens": T * linear,
         "recurrent states": num_linear * num_states * (replay.state_bytes(c) + 8),
         "hidden and taps": T * (itemsize * c.hidden_size * (1 + num_taps) + 8),
     }
@@ -79,16 +79,15 @@ def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=No
 def drafter_bytes(drafter: Drafter, config, num_gpus: int) -> dict[str, int]:
     """Weights and gradients in float32, and what the optimizers remember."""
     count = num_parameters(drafter)
-    num_trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    remembered = {"AdamW": 0, "Muon": 0}  # numbers that each optimizer trains
+    remembered = Counter()  # numbers that each optimizer trains
     for optimizer in make_optimizers(drafter, config.matrix_lr, config.lr):
         for group in optimizer.param_groups:
-            trained = (p.numel() for p in group["params"] if p.requires_grad)
-            remembered[type(optimizer).__name__] += sum(trained)
+            trained = sum(p.numel() for p in group["params"] if p.requires_grad)
+            remembered[type(optimizer).__name__] += trained
     sizes = {
         "drafter's weights": 4 * count,
         # the buckets of DistributedDataParallel stand beside them
-        "drafter's gradients": 4 * num_trained * (2 if num_gpus > 1 else 1),
+        "drafter's gradients": 4 * remembered.total() * (2 if num_gpus > 1 else 1),
         "optimizer": 8 * remembered["AdamW"] + 4 * remembered["Muon"],
     }
     if config.precision == "bfloat16":
@@ -132,11 +131,8 @@ def num_p_rows(drafter: Drafter, config) -> int:
 
 
 def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
-    """Estimates of what the drafter's layers keep for the backward pass, logits aside.
-
-    In bfloat16 residuals, norms and their inputs stay float32, and every matrix has a copy of its
-    input.
-    """
+    """Estimates of what the drafter's layers keep for the backward pass, logits aside. In bfloat16
+    residuals, norms and their inputs stay float32, and every matrix has a copy of its input."""
     d, A = drafter.config, config.num_anchors
     half = config.precision == "bfloat16"
     b, itemsize, num_taps = d.block_size, 2 if half else 4, len(d.target_layer_ids)
@@ -197,12 +193,10 @@ def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sha
 def build_on_meta(config) -> tuple[Target, Drafter]:
     """Target and drafter of the right shapes, without any numbers."""
     published = read_json(Path(__file__).with_name("sizes.json"))
-    path = Path(config.target or ".") / "config.json"
-    if config.target not in published and not path.is_file():
-        raise ValueError(
-            f"plan: --target {config.target or '(none)'} is no folder with a config.json and none "
-            f"of {', '.join(published)}"
-        )
+    path = Path(config.target) / "config.json"
+    if config.target not in published and not (config.target and path.is_file()):
+        sizes = ", ".join(published)
+        raise ValueError(f"plan: --target {config.target or '(none)'} is no folder, nor of {sizes}")
     config_dict = published.get(config.target) or read_json(path)
     if "block_size" in config_dict:
         raise ValueError(f"plan: {config.target} holds a drafter, not a target")
@@ -210,9 +204,9 @@ def build_on_meta(config) -> tuple[Target, Drafter]:
         target = Target(ModelConfig.from_dict(config_dict, config.target)).requires_grad_(False)
         if not config.drafter:
             return target, fresh_drafter(config, target, max(0, config.mask_token_id))
-        path = Path(config.drafter) / "config.json"
-        has_weights = any(path.parent.glob("*.safetensors"))
-        names = tensor_files(path.parent) if has_weights else ()
+        folder = Path(config.drafter)
+        names = tensor_files(folder) if any(folder.glob("*.safetensors")) else ()
+        path = folder / "config.json"
         fields = DrafterConfig.from_dict(read_json(path), str(path), names)
         return target, drafter_class(fields)(fields, target)
 
@@ -242,14 +236,10 @@ def train_command(config, num_gpus: int, B: int, sharded: bool, sizes: dict) -> 
     flags = [f"--batch-size {max(num_gpus, batch)}"]
     if grad_accum > 1:
         flags = [f"--batch-size {config.batch_size} --grad-accum {grad_accum}"]
-    if sharded:
-        flags.append("--shard-target --references FILE")
-    if config.precision != "float32":
-        flags.append(f"--precision {config.precision}")
-    if config.recompute:
-        flags.append("--recompute")
-    if "trunks of all references" not in sizes:
-        flags.append("--cache-gib 0")
+    flags += ["--shard-target --references FILE"] if sharded else []
+    flags += [f"--precision {config.precision}"] if config.precision != "float32" else []
+    flags += ["--recompute"] if config.recompute else []
+    flags += [] if "trunks of all references" in sizes else ["--cache-gib 0"]
     start = f"torchrun --nproc_per_node={num_gpus}" if num_gpus > 1 else "python"
     return f"{start} train.py --device cuda --dtype bfloat16 {' '.join(flags)} ..."
 
@@ -280,15 +270,15 @@ def run(config: Config) -> dict:
     target, drafter = build_on_meta(config)
     table = num_table_entries(target)
     on_host = f", and a table of {table / 1e9:.1f} G that stays on the host" if table else ""
+    figures = {"target_numbers": num_parameters(target), "drafter_numbers": num_parameters(drafter)}
+    billions = [f"{count / 1e9:.2f} G numbers" for count in figures.values()]
     print(
-        f"target {config.target}: {num_parameters(target) / 1e9:.2f} G numbers in bfloat16"
-        f"{on_host}\n"
+        f"target {config.target}: {billions[0]} in bfloat16{on_host}\n"
         f"drafter: {drafter.config.kind}, {len(drafter.layers)} layers, W = "
-        f"{drafter.config.num_draft_tokens}, {num_parameters(drafter) / 1e9:.2f} G numbers in "
-        f"float32; texts of {config.prompt_length} + {config.response_length} tokens, "
+        f"{drafter.config.num_draft_tokens}, {billions[1]} in float32; texts of "
+        f"{config.prompt_length} + {config.response_length} tokens, "
         f"{config.num_anchors} anchors x {config.num_branches}"
     )
-    figures = {"target_numbers": num_parameters(target), "drafter_numbers": num_parameters(drafter)}
     for num_gpus in (1, 8):
         figures[str(num_gpus)] = plan_for(target, drafter, config, num_gpus)
     return figures

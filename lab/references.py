@@ -37,6 +37,17 @@ from support.flags import flag
 from support.prepare import provenance, weights_checksum
 from support.resume import stage
 
+NUM_TRIES = 6  # half a minute of waiting in all
+TIMEOUT = 600  # seconds to wait for an answer
+DEFAULTS_OFF = {  # a server has defaults of its own, from generation_config.json
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
 
 @dataclass(frozen=True)
 class Config(LabConfig):
@@ -52,18 +63,6 @@ class Config(LabConfig):
     api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
     api_model: str = flag("", "the model's name there; empty: the first it has")
     api_requests: int = flag(32, "requests at once", low=1)
-    timeout: float = flag(600.0, "seconds to wait for a server's answer", low=1)
-
-
-NUM_TRIES = 6  # half a minute of waiting in all
-DEFAULTS_OFF = {  # a server has defaults of its own, from generation_config.json
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 class Server:
@@ -78,18 +77,16 @@ class Server:
         return ValueError(f"--api {self.config.api}: {message}")
 
     def ask(self, path: str, body: dict | None = None) -> dict:
-        """Send one request. A server that is busy or away is asked again, one that refuses is
-        not."""
+        """Send one request. A server that is busy or away is asked again; a refusal counts."""
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get("OPENAI_API_KEY")
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        if os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
         data = None if body is None else json.dumps(body).encode()
         url = f"{self.config.api.rstrip('/')}/{path}"
         request = urllib.request.Request(url, data, headers)
         for attempt in range(NUM_TRIES):
             try:
-                with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
                     answer = json.loads(response.read())
                 if not isinstance(answer, dict):
                     raise ValueError("no JSON object")
@@ -133,8 +130,8 @@ class Server:
             ids = choice.get("token_ids")
             if ids is None:
                 ids = self.ids_of_text(choice, answer["usage"]["completion_tokens"])
-                if ids is None:
-                    return None
+            if ids is None:
+                return None
             ids = [int(i) for i in ids]
             stopped = choice.get("finish_reason") == "stop"
             stop_id = choice.get("stop_reason", choice.get("matched_stop"))
@@ -167,25 +164,24 @@ def make_writer(config: Config, tokenizer):
     limit = target.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
-
-    num_new, stop_ids = config.response_length, tokenizer.stop_ids
     sampling = Sampling(config.temperature)
+    how = (config.response_length, sampling, config.seed, tokenizer.stop_ids)
 
     def write(prompts, prompt_ids):
         options = {"batch_size": config.part, "prompt_ids": prompt_ids}
-        results = generate(
-            target, None, prompts, num_new, sampling, config.seed, stop_ids, **options
-        )
+        results = generate(target, None, prompts, *how, **options)
         return [result.tokens for result in results]
 
     return write, {"target": weights_checksum(target)}
 
 
-def write_parts(config: Config, prompts, order: list[int], write) -> list:
+def write_parts(config: Config, prompts: list, write) -> list:
     """Make this process's share of the parts that are not there yet -> all responses, in the
     prompts' order; [] on the other processes."""
-    folder = Path(config.out) / "parts"
+    # prompts of a part are about as long as each other, so little of it is padding
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     parts = [order[start : start + config.part] for start in range(0, len(order), config.part)]
+    folder = Path(config.out) / "parts"
     paths = [folder / f"{number:06d}.json" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     distributed.barrier()  # all have looked before anyone writes
@@ -197,13 +193,10 @@ def write_parts(config: Config, prompts, order: list[int], write) -> list:
     distributed.barrier()
     if not is_main:
         return []
-    responses = []
-    for path in paths:
-        responses += read_json(path).get("responses", [])
+    responses = [r for path in paths for r in read_json(path).get("responses", [])]
     if len(responses) != len(prompts):
-        raise ValueError(
-            f"{folder} holds {len(responses)} responses to {len(prompts)} prompts: remove it"
-        )
+        counts = f"{len(responses)} responses to {len(prompts)} prompts"
+        raise ValueError(f"{folder} holds {counts}: remove it")
     return [response for _, response in sorted(zip(order, responses))]
 
 
@@ -214,31 +207,27 @@ def run(config: Config) -> dict | None:
     out = Path(config.out)
     tokenizer = load_tokenizer(config.target)
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
-    prompts = draw_prompts(
-        corpus.train, tokenizer, config.num_references, config.prompt_length, config.seed
-    )
+    size = (config.num_references, config.prompt_length)
+    prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, None) | writer
-    if distributed.is_main():
+    is_main = distributed.is_main()
+    if is_main:
         parts = {"temperature": config.temperature, "part": config.part, "by": "length"}
         stage(out / "parts", made_with | parts, lambda: {})
     distributed.barrier()
-    # prompts of a part are about as long as each other, so little of it is padding
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    responses = write_parts(config, prompts, order, write)
-    is_main = distributed.is_main()
+    responses = write_parts(config, prompts, write)
     distributed.stop()
     if not is_main:
         return None
-    pairs = [(prompt, r) for prompt, r in zip(prompts, responses) if r is not None]
-    references = References.from_lists(
-        [prompt for prompt, _ in pairs], [response for _, response in pairs], tokenizer.pad_id
-    )
+    answered = [number for number, response in enumerate(responses) if response is not None]
+    texts = ([prompts[number] for number in answered], [responses[number] for number in answered])
+    references = References.from_lists(*texts, tokenizer.pad_id)
     references.save(out / "references.safetensors", made_with)
     figures = {
         "prompts": len(prompts),
         "references": len(references.lengths),
-        "not_told_back": len(prompts) - len(pairs),
+        "not_told_back": len(prompts) - len(answered),
         "response_tokens": int((references.lengths - references.prompt_lengths).sum()),
     }
     print(json.dumps(figures))

@@ -1,22 +1,28 @@
 """Tokens per second of generation with and without drafters, by task and concurrency.
 
 At each concurrency so many prompts are decoded at once, by all arms in turn. At temperature 0 every
-text must be the one that plain decoding gives; where a text differs, no speed-up is reported.
+text must be the one that plain decoding gives; where a text differs, no speed-up is reported. With
+one prompt at a time, a few prompts are decoded once more with the stages of their rounds timed.
 
     python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]
     pytest tests/lab/test_commands.py
 """
 
 import statistics
+import time
 from dataclasses import dataclass
 
 import torch
 
 from drafter import Sampling
 from hf import load_tokenizer
-from lab.common import LabConfig, held_out_prompts, open_drafter, open_target, require
+from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_drafters
+from serve import Batch, Options
 from support.flags import flag
 from support.measure import evaluate, read_tasks
+
+NUM_WATCHED = 4  # prompts decoded with the stages timed
+STAGES = {name: name for name in "draft score verify commit retire".split()}  # of Batch.round
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,12 @@ class Config(LabConfig):
 def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, stop_ids) -> dict:
     """Speed and AL of each arm on the same prompts, `size` of them at once."""
     sampling = Sampling(config.temperature)
+    options = {"seed": config.seed, "stop_ids": stop_ids, "batch_size": size}
     results = {name: [] for name in arms}
-    for repeat in range(config.repeats + 1):
+    for drafter in arms.values():
+        evaluate(target, drafter, prompts[:size], 8, sampling, **options)  # warms up
+    for _ in range(config.repeats):
         for name, drafter in arms.items():
-            options = {"seed": config.seed, "stop_ids": stop_ids, "batch_size": size}
-            if repeat == 0:  # warms up
-                evaluate(target, drafter, prompts[:size], 8, sampling, **options)
-                continue
             tokens = config.max_new_tokens
             results[name].append(evaluate(target, drafter, prompts, tokens, sampling, **options))
     row = {}
@@ -55,6 +60,34 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
             "same_text": config.temperature > 0 or same_text,
         }
     return row
+
+
+@torch.inference_mode()
+def measure_stages(target, drafter, prompts: list, options: Options) -> dict:
+    """The share of each stage in decoding one prompt at a time, and the milliseconds of a round."""
+    clock, num_rounds = StageClock(), 0
+    begin = time.perf_counter()
+    for prompt in prompts:
+        batch = clock("prefill", Batch, target, drafter, [prompt], [0], options)
+        with clock.watching(batch, **STAGES):
+            while batch.alive:
+                batch.round()
+        num_rounds += batch.num_rounds
+    seconds = time.perf_counter() - begin
+    return clock.shares(seconds) | {"ms_per_round": 1e3 * seconds / max(num_rounds, 1)}
+
+
+def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) -> dict:
+    """Print and return the stages of each arm."""
+    sampling = Sampling(config.temperature)
+    options = Options(config.max_new_tokens, sampling, config.seed, frozenset(stop_ids))
+    rows = {}
+    for name, drafter in arms.items():
+        rows[name] = measure_stages(target, drafter, prompts[:NUM_WATCHED], options)
+        shares = dict(rows[name])
+        milliseconds = shares.pop("ms_per_round")
+        print(f"{name[-26:]:26s} {milliseconds:7.2f} ms a round: {format_shares(shares)}")
+    return rows
 
 
 def geometric_means(ratios: list[dict]) -> dict:
@@ -79,16 +112,15 @@ def print_row(task: str, row: dict) -> dict:
 
 
 def run(config: Config) -> dict:
-    require(config, "target", "drafters")
-    target = open_target(config)
+    target, drafters = open_drafters(config)
     tokenizer = load_tokenizer(config.target)
+    stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
     if config.tasks:
         tasks = read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
     else:
         tasks = {"text": held_out_prompts(config, count)}
-    arms = {"off": None}
-    arms |= {folder: open_drafter(folder, target) for folder in config.drafters}
+    arms = {"off": None} | drafters
     print(
         f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt, "
         f"{config.device}, {torch.get_num_threads()} threads, medians of {config.repeats}; "
@@ -104,10 +136,13 @@ def run(config: Config) -> dict:
                 continue
             whole_batches = min(len(prompts), config.num_prompts) // size
             prompts = prompts[: max(1, whole_batches) * size]
-            rows[task] = measure_arms(config, target, arms, prompts, size, tokenizer.stop_ids)
+            rows[task] = measure_arms(config, target, arms, prompts, size, stop_ids)
             ratios.append(print_row(task, rows[task]))
         means = geometric_means(ratios)
         cells = (f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
         print("geom. mean  " + "".join(cells))
         figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
+        if size == 1:
+            prompts = next(iter(tasks.values()))
+            figures["1 at once"]["stages"] = print_stages(config, target, arms, prompts, stop_ids)
     return figures

@@ -166,13 +166,14 @@ def print_row(name: str, row: dict) -> None:
 
 def ratios_over_rollouts(rows: dict, best: str) -> dict:
     """The best SpecOPD over each kind of rollouts, printed."""
-    titles = {"updates_per_s": "updates/s", "tokens_per_update": "tokens/update"}
-    titles["tokens_per_s"] = "tokens/s"
+    keys = ("updates_per_s", "tokens_per_update", "tokens_per_s")
     ratios = {}
     for name in rows:
         if name.startswith("rollouts"):
-            ratios[name] = {key: rows[best][key] / rows[name][key] for key in titles}
-            shown = [f"{ratio:.2f} x the {titles[key]}" for key, ratio in ratios[name].items()]
+            ratios[name] = {key: rows[best][key] / rows[name][key] for key in keys}
+            shown = [
+                f"{x:.2f} x the {key.replace('_per_', '/')}" for key, x in ratios[name].items()
+            ]
             print(f"{best} over {name}: {', '.join(shown)}")
     return ratios
 

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from drafter import Drafter, Sampling
-from lab.common import (
-    LabConfig,
-    long_text,
-    median_time,
-    open_drafter,
-    open_target,
-    random_anchors,
-    require,
-)
+from lab.common import LabConfig, long_text, median_time, open_pair, open_target, random_anchors
 from support.flags import flag
 from target import TOYS
 from tree import build_tree
@@ -116,16 +108,15 @@ def scoring_line(rows: list[dict]) -> dict:
     ms = [1e3 * row["times"]["scoring"]["median"] for row in rows]
     slope, start = numpy.polyfit(nodes, ms, 1).tolist()
     r2 = numpy.corrcoef(nodes, ms)[0, 1].item() ** 2
+    line = f"{start:.1f} ms + {slope:.4f} ms a node, R^2 {r2:.4f}"
+    print(f"{rows[0]['trunk']:5d} scoring alone: {line}")
     return {"start_ms": start, "ms_per_node": slope, "r2": r2}
 
 
 @torch.inference_mode()
 def run(config: Config) -> dict:
-    if config.drafter:
-        require(config, "target")
     random_anchors(config, min(config.trunk_length), max(config.num_anchors))  # or stop at once
-    target = open_target(config)
-    drafter = open_drafter(config.drafter, target) if config.drafter else None
+    target, drafter = open_pair(config) if config.drafter else (open_target(config), None)
     text = long_text(config, target, max(config.trunk_length))
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
     print(
@@ -144,12 +135,7 @@ def run(config: Config) -> dict:
             rows.append(measure_case(config, target, tokens, anchors, branches))
             print_row(rows[-1])
         if len(config.num_anchors) > 2:
-            line = scoring_line(rows[-len(config.num_anchors) :])
-            rows[-1]["scoring_line"] = line
-            print(
-                f"{T:5d} scoring alone: {line['start_ms']:.1f} ms + {line['ms_per_node']:.4f} ms "
-                f"a node, R^2 {line['r2']:.4f}"
-            )
+            rows[-1]["scoring_line"] = scoring_line(rows[-len(config.num_anchors) :])
     nodes = sum(row["nodes"] for row in rows)
     if nodes:  # blocks of one draft have none
         saved = 1 - sum(row["merged"] for row in rows) / nodes

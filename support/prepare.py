@@ -62,7 +62,7 @@ class Trunks:
 
 
 def _concatenated(parts: list[Trunk], width: int) -> Trunk:
-    """One trunk of many; the parts are emptied name by name, so that they never exist twice."""
+    """One trunk of many. The parts are emptied name by name, so that not all ever exist twice."""
 
     def joined(names, owners: list[dict]) -> dict:
         return {name: torch.cat([owner.pop(name) for owner in owners]) for name in names}

@@ -29,6 +29,7 @@ from small_runs import (
     train_in_parts,
 )
 from support.measure import Measure
+from support.prepare import start_drafter
 from train import (
     MODES,
     Step,
@@ -430,6 +431,33 @@ def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged
 
 
 # ------------------------------------------------------------------------------- flags, the lesson
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(block_size=7),
+        dict(draft_layers=3),
+        dict(mask_token_id=0),
+        dict(rank=3),
+        dict(drafter_kind="dspark"),
+        dict(markov_head="rnn"),
+    ],
+    ids=str,
+)
+def test_a_flag_that_contradicts_the_drafters_folder_is_an_error(tmp_path, flags):
+    target = small_target()
+    small_drafter(target).save_pretrained(tmp_path)
+    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), **flags)
+    with pytest.raises(ValueError, match=next(iter(flags))):
+        start_drafter(config, target, None)
+
+
+def test_a_flag_that_agrees_with_the_drafters_folder_is_fine(tmp_path):
+    target = small_target()
+    small_drafter(target).save_pretrained(tmp_path)
+    config = dataclasses.replace(CONFIG, drafter=str(tmp_path), block_size=5, draft_layers=2)
+    assert start_drafter(config, target, None).config.block_size == 5
 
 
 @pytest.mark.parametrize(
