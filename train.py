@@ -753,7 +753,13 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
     cache_gib = 0.0 if config.mode == "rollout" else config.cache_gib  # it reads no trunk
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib)
     totals = train(config, drafter, trunks, measure, out / config.mode)
+    is_main = distributed.is_main()
     distributed.stop()
+    if is_main:
+        print_outcome(config, out, totals)
+
+
+def print_outcome(config: TrainConfig, out: Path, totals: dict) -> None:
     print(json.dumps(totals))
     folder = out / config.mode
     if not (folder / "summary.json").is_file():

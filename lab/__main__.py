@@ -18,10 +18,9 @@ from hf.files import read_json
 from support.files import write_json
 from support.flags import parse_flags, run_command
 
-COMMANDS = """
-    throughput activity scale tree replay decode al speed
-    claims plan references confidence report hf picture
-""".split()
+COMMANDS = (
+    "al claims confidence hf picture plan references replay report speed throughput tree".split()
+)
 
 
 def listing() -> str:

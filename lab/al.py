@@ -1,9 +1,8 @@
 """Acceptance length (AL) of drafters by task, by real decoding of the same prompts.
 
 A task is a JSON Lines file of prompts. AL is pooled within a task and averaged over tasks, with
-95 % intervals over prompts. Beside it stand the share of repeated text (loops flatter AL), the
-speed beside plain decoding, and how many drafts survive. Later drafters are compared with the
-first one in pairs: the interval is that of the difference.
+95 % intervals over prompts; later drafters are compared with the first one in pairs. Beside it
+stand the share of repeated text (loops flatter AL), the speed, and how many drafts survive.
 
     python -m lab al --target FOLDER --drafters FOLDER [FOLDER ...] --tasks math.jsonl code.jsonl
     pytest tests/lab/test_commands.py
@@ -34,16 +33,11 @@ class Config(LabConfig):
 
 def task_row(results, plain, temperature: float) -> dict:
     """The figures of one drafter on one task; `plain`: the same prompts without a drafter."""
-    return {
-        "al": results.mean,
-        "interval": results.interval(),
-        "repeated": results.repeated.mean().item(),
-        "tokens_per_s": results.tokens_per_s,
-        "plain_tokens_per_s": plain.tokens_per_s,
-        "same_text": temperature > 0 or results.texts == plain.texts,
-        "survival": results.survival,
-        "conditional": results.conditional,
-    }
+    speed = {"tokens_per_s": results.tokens_per_s, "plain_tokens_per_s": plain.tokens_per_s}
+    row = {"al": results.mean, "interval": results.interval()} | speed
+    row["repeated"] = results.repeated.mean().item()
+    row["same_text"] = temperature > 0 or results.texts == plain.texts
+    return row | {"survival": results.survival, "conditional": results.conditional}
 
 
 def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None) -> None:
@@ -52,13 +46,11 @@ def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None
     print("task          prompts     AL   95 % interval  repeated   tokens/s   plain    x")
     for task, row in rows.items():
         low, high = row["interval"]
-        plain = row["plain_tokens_per_s"]
-        ratio = f"{row['tokens_per_s'] / plain:.2f}" if row["same_text"] else "THE TEXTS DIFFER"
-        print(
-            f"{task[:14]:14s} {len(mean.tasks[task].rounds):6d} {row['al']:6.3f}   "
-            f"[{low:.3f}, {high:.3f}] {row['repeated']:9.2f} {row['tokens_per_s']:10.1f} "
-            f"{plain:7.1f}  {ratio}"
-        )
+        ratio = f"{row['tokens_per_s'] / row['plain_tokens_per_s']:.2f}"
+        line = f"{task[:14]:14s} {len(mean.tasks[task].rounds):6d} {row['al']:6.3f}   "
+        line += f"[{low:.3f}, {high:.3f}] {row['repeated']:9.2f} {row['tokens_per_s']:10.1f} "
+        ratio = ratio if row["same_text"] else "THE TEXTS DIFFER"
+        print(f"{line}{row['plain_tokens_per_s']:7.1f}  {ratio}")
     low, high = mean.interval()
     line = f"{'mean of tasks':21s} {mean.mean:6.3f}   [{low:.3f}, {high:.3f}]"
     print(line + (f"  over the first: {format_gain(over_first)}" if over_first else ""))
@@ -77,8 +69,8 @@ def run(config: Config) -> dict:
     require(config, "tasks")
     target, drafters = open_drafters(config)
     tokenizer = load_tokenizer(config.target)
-    size = config.num_prompts, config.prompt_length
-    tasks = read_tasks(config.tasks, tokenizer, *size, config.seed)
+    how = (config.num_prompts, config.prompt_length, config.seed)
+    tasks = read_tasks(config.tasks, tokenizer, *how)
     options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}
     drafting = options | {"draft_length": config.draft_length}
     warm_up = next(iter(tasks.values()))[:2]
@@ -98,11 +90,7 @@ def run(config: Config) -> dict:
             first = first or mean
             rows = {task: task_row(results[task], plain[task], temperature) for task in tasks}
             print_tasks(folder, rows, mean, over_first)
-            als = {task: row["al"] for task, row in rows.items()}
-            figures[folder][f"t{temperature:g}"] = {
-                "al": als | {"mean": mean.mean},
-                "interval": mean.interval(),
-                "over_the_first": over_first,
-                "tasks": rows,
-            }
+            als = {task: row["al"] for task, row in rows.items()} | {"mean": mean.mean}
+            row = {"al": als, "interval": mean.interval(), "over_the_first": over_first}
+            figures[folder][f"t{temperature:g}"] = row | {"tasks": rows}
     return figures

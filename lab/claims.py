@@ -1,9 +1,8 @@
 """The paper's comparisons at our scale: a grid of studies that can be stopped any time.
 
-A study is a starting drafter, trained offline, and the arms that go on from it. All arms of a study
-start from the same weights, see the same references in the same order and are measured on the same
-held-out prompts. They differ by the flags at their names below, by nothing else. A finished arm is
-kept in --out with the counts of every prompt, so that arms can be compared in pairs later.
+A study is a starting drafter, trained offline, and the arms that go on from it. All arms start from
+the same weights, see the same references in the same order and are measured on the same held-out
+prompts; they differ by the flags at their names alone. --out keeps the counts of every prompt.
 
     python -m lab claims                               everything: hours on a CPU
     python -m lab claims --studies gqa-24 gqa-512      a part; --list names all
@@ -49,19 +48,16 @@ class Config(TrainConfig):
         if self.mode != "story" or self.stop_after:
             raise ValueError("claims sets --mode itself and has no --stop-after")
 
-    def chosen_arms(self, name: str) -> list[str]:
-        return [arm for arm in STUDIES[name].arms if not self.arms or arm in self.arms]
-
 
 @dataclass(frozen=True)
 class Study:
-    """Arms on from one start, for each seed. All values are changes of the run's config."""
+    """Arms on from one start, for each seed. All values are changes of the run's config. An arm of
+    `same_time_as` (study, arm) gets that arm's wall-clock time instead of the same steps."""
 
     arms: dict
     changes: dict = field(default_factory=dict)  # of the start and of the arms
     arm_changes: dict = field(default_factory=dict)  # of the arms alone
     seeds: tuple = (0,)  # empty: the run's own
-    # (study, arm): these arms get the same wall-clock time as that arm, instead of the same steps
     same_time_as: tuple = ()
 
 
@@ -124,9 +120,9 @@ STUDIES = {
 
 def start_folder(config: Config, name: str, seed: int) -> Path:
     """Where a study's start is kept; studies with the same start share it."""
-    changes = STUDIES[name].changes
     if name == "given":
         return arm_folder(config, name, seed, "start")
+    changes = STUDIES[name].changes
     kind = changes.get("drafter_kind") or config.drafter_kind or "dflash"
     parts = [changes.get("arch", config.arch), kind]
     if "block_size" in changes:
@@ -153,14 +149,11 @@ def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
 
 
 def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
-    """The steps that an arm makes in the time of the arm that its study names.
-
-    An arm that was begun keeps its steps. Otherwise both arms are timed by their fastest finished
-    seed, because other work on the machine only slows a run down.
-    """
+    """The steps that an arm makes in the time of the arm that its study names. Both are timed by
+    their fastest finished seed, because other work on the machine only slows a run down."""
     folder = arm_folder(config, name, seed, arm)
     for record in (folder / "stage.json", folder / "run.json"):
-        if record.is_file():
+        if record.is_file():  # an arm that was begun keeps its steps
             values = read_json(record)
             return values.get("made_with", values)["steps"]
     study, reference = STUDIES[name].same_time_as
@@ -207,14 +200,21 @@ class Setting:
             if read_json(path).get("prompts", prompts) != prompts:
                 raise ValueError(f"{path} was measured on other prompts: remove it")
             return
-        counts = {}
-        for drafter_folder in dict.fromkeys(drafters.values()):
-            drafter = Drafter.from_pretrained(drafter_folder, self.target, torch.float32)
-            counts[drafter_folder] = {
-                f"t{t:g}": to_counts(m(self.target, drafter, t, progress=f"AL at {t:g}"))
-                for t in TEMPERATURES
-            }
+        counts = {drafter: self.count(drafter) for drafter in set(drafters.values())}
         write_json(path, {n: counts[d] for n, d in drafters.items()} | {"prompts": prompts})
+
+    def count(self, folder: Path) -> dict:
+        """A drafter's counts by temperature."""
+        drafter = Drafter.from_pretrained(folder, self.target, torch.float32)
+        counts = {}
+        for t in TEMPERATURES:
+            results = self.measure(self.target, drafter, t, progress=f"AL at {t:g}")
+            counts[f"t{t:g}"] = to_counts(results)
+        return counts
+
+
+def chosen_arms(config: Config, name: str) -> list[str]:
+    return [arm for arm in STUDIES[name].arms if not config.arms or arm in config.arms]
 
 
 def run_study(config: Config, settings: dict, name: str) -> None:
@@ -235,7 +235,7 @@ def run_study(config: Config, settings: dict, name: str) -> None:
             setting.measure_once(start, {"last": drafter, "best": drafter})
         else:
             setting.train(arm_config(config, name, seed, "start"), start)
-        for arm in config.chosen_arms(name):
+        for arm in chosen_arms(config, name):
             print(f"-- {name}, seed {seed}: {arm}")
             run = arm_config(config, name, seed, arm)
             if study.same_time_as:
@@ -292,10 +292,8 @@ def finished_arms(config: Config, name: str) -> dict:
     finished = {}
     for arm in STUDIES[name].arms:
         folders = {seed: arm_folder(config, name, seed, arm) for seed in seeds}
-        folders = {s: path for s, path in folders.items() if (path / "al.json").is_file()}
-        if folders:
-            finished[arm] = folders
-    return finished
+        finished[arm] = {s: path for s, path in folders.items() if (path / "al.json").is_file()}
+    return {arm: folders for arm, folders in finished.items() if folders}
 
 
 def read_study(config: Config, name: str) -> dict:
@@ -303,22 +301,19 @@ def read_study(config: Config, name: str) -> dict:
     start; the start has one drafter, which stands for both."""
     arms = finished_arms(config, name)
     starts = {}
-    for folders in arms.values():
-        for seed, folder in folders.items():
-            drafter = Path(read_json(folder / "stage.json")["made_with"]["drafter"])
-            shared = Path(config.out) / "starts" / drafter.name
-            starts[seed] = folder.parent / "start" if name == "given" else shared
+    for seed, folder in (pair for folders in arms.values() for pair in folders.items()):
+        drafter = Path(read_json(folder / "stage.json")["made_with"]["drafter"])
+        shared = Path(config.out) / "starts" / drafter.name
+        starts[seed] = folder.parent / "start" if name == "given" else shared
     study, prompts = {}, set()
     for arm, folders in ({"start": starts} | arms if arms else {}).items():
         counts = {seed: read_json(path / "al.json") for seed, path in sorted(folders.items())}
         prompts |= {c["prompts"] for c in counts.values() if "prompts" in c}
-        study[arm] = {}
-        for moment in ("last", "best"):
+        study[arm] = {"last": {}, "best": {}}
+        for moment, by_temperature in study[arm].items():
             key = "last" if arm == "start" else moment
-            study[arm][moment] = {
-                f"t{t:g}": Arm({s: from_counts(c[key][f"t{t:g}"]) for s, c in counts.items()})
-                for t in TEMPERATURES
-            }
+            for t in (f"t{t:g}" for t in TEMPERATURES):
+                by_temperature[t] = Arm({s: from_counts(c[key][t]) for s, c in counts.items()})
     if len(prompts) > 1:
         raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
     return study
@@ -362,7 +357,7 @@ def chosen_studies(config: Config) -> list[str]:
     seeds = [seed for name in names for seed in STUDIES[name].seeds or (config.seed,)]
     check_choice("seeds", config.seeds, seeds)
     for name in names:
-        for arm in config.chosen_arms(name):
+        for arm in chosen_arms(config, name):
             arm_config(config, name, 0, arm)  # a config checks itself
     return names
 

@@ -1,7 +1,7 @@
-"""What measuring commands share: flags, models, texts and clocks. Knows no command.
+"""What measuring commands share: flags, models, texts, clocks and figures. Knows no command.
 
-Times are medians over repeats after a warm-up, with the lowest and the highest. Whatever is
-compared runs in one process on the same weights, and where it can in turn.
+Times are medians over repeats after a warm-up. Whatever is compared runs in one process on the same
+weights, and where it can in turn.
 """
 
 import contextlib
@@ -10,17 +10,15 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from drafter import Drafter, Sampling
+from drafter import PLAIN, Drafter
 from hf import load_tokenizer
 from serve import generate
 from support.cpu import for_cpu
-from support.data import draw_prompts, load_corpus, pack
-from support.files import atomic_write
+from support.data import draw_prompts, load_corpus
 from support.flags import DTYPES, dtype_of, flag, option_name
 from target import Target
 
@@ -68,29 +66,23 @@ def open_drafters(config) -> tuple[Target, dict[str, Drafter]]:
 
 def held_out_prompts(config, count: int) -> list[list[int]]:
     """`count` prompts of --prompt-length tokens from the held-out files of the corpus."""
-    tokenizer = load_tokenizer(config.target)
-    held_out = load_corpus().held_out
-    return draw_prompts(held_out, tokenizer, count, config.prompt_length, config.seed + 1)
+    how = (load_tokenizer(config.target), count, config.prompt_length, config.seed + 1)
+    return draw_prompts(load_corpus().held_out, *how)
 
 
 def long_text(config, target: Target, length: int) -> Tensor:
-    """One text (1, length): a prompt with the loaded target's continuation. A text too long for
-    the target is held-out text; that of an untrained target is noise."""
+    """One text (1, length): a prompt with the loaded target's continuation; noise for the toy."""
     if not config.target:
         generator = torch.Generator().manual_seed(config.seed)
         tokens = torch.randint(0, target.num_tokens, (1, length), generator=generator)
-    elif length > target.config.max_position_embeddings:
-        tokens = pack(load_corpus().held_out, load_tokenizer(config.target))
-        tokens = tokens[None, :length].long()
-    else:
-        num_new = length - config.prompt_length
-        if num_new < 1:
-            limit = f"--prompt-length {config.prompt_length}"
-            raise ValueError(f"--trunk-length {length} must exceed {limit}")
-        (prompt,) = held_out_prompts(config, 1)
-        (result,) = generate(target, None, [prompt], num_new, Sampling(1.0), config.seed)
-        tokens = torch.tensor([prompt + result.tokens])
-    return tokens.to(config.device)
+        return tokens.to(config.device)
+    if length <= config.prompt_length:
+        limit = f"--prompt-length {config.prompt_length}"
+        raise ValueError(f"--trunk-length {length} must exceed {limit}")
+    prompts = held_out_prompts(config, 1)
+    how = (length - config.prompt_length, PLAIN, config.seed)
+    (result,) = generate(target, None, prompts, *how)
+    return torch.tensor([prompts[0] + result.tokens], device=config.device)
 
 
 def random_anchors(config, length: int, count: int) -> tuple[Tensor, torch.Generator]:
@@ -102,18 +94,13 @@ def random_anchors(config, length: int, count: int) -> tuple[Tensor, torch.Gener
     return anchors.to(config.device), generator
 
 
-def wait() -> None:
-    """Wait until the GPU, if there is one, has finished its work."""
+def timed(function, *arguments, **options) -> tuple:
+    """The result of a call and its seconds; a GPU is waited for."""
+    begin = time.perf_counter()
+    result = function(*arguments, **options)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def timed(function) -> float:
-    """Seconds that function() takes."""
-    begin = time.perf_counter()
-    function()
-    wait()
-    return time.perf_counter() - begin
+    return result, time.perf_counter() - begin
 
 
 def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
@@ -121,23 +108,22 @@ def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
     Repeats end once all calls took `patience` seconds; a warm-up that takes so long counts."""
     times = []
     while len(times) <= repeats and sum(times) <= patience:
-        times.append(timed(function))
+        times.append(timed(function)[1])
     times = times[1:] or times
     return {"median": statistics.median_high(times), "low": min(times), "high": max(times)}
 
 
 class StageClock:
-    """Adds up seconds by stage. A stage inside another counts in both; a GPU is waited for."""
+    """Adds up seconds by stage, from now on; a stage inside another counts in both."""
 
     def __init__(self):
         self.seconds = defaultdict(float)
+        self.begin = time.perf_counter()
 
     def __call__(self, stage: str, function, *arguments, **options):
         """Time one call of a function."""
-        begin = time.perf_counter()
-        result = function(*arguments, **options)
-        wait()
-        self.seconds[stage] += time.perf_counter() - begin
+        result, seconds = timed(function, *arguments, **options)
+        self.seconds[stage] += seconds
         return result
 
     @contextlib.contextmanager
@@ -145,15 +131,14 @@ class StageClock:
         """Time some of an object's methods while the context lasts; stages: method=stage."""
         for method, stage in stages.items():
             setattr(owner, method, partial(self, stage, getattr(owner, method)))
-        try:
-            yield
-        finally:
-            for method in stages:
-                delattr(owner, method)  # the class's method is seen again
+        yield
+        for method in stages:
+            delattr(owner, method)  # the class's method is seen again
 
-    def shares(self, whole: float) -> dict[str, float]:
-        """Each stage's share of so many seconds."""
-        return {stage: seconds / whole for stage, seconds in self.seconds.items()}
+    def shares(self) -> dict[str, float]:
+        """Each stage's share of the time that has passed."""
+        passed = time.perf_counter() - self.begin
+        return {stage: seconds / passed for stage, seconds in self.seconds.items()}
 
 
 def format_shares(shares: dict[str, float]) -> str:
@@ -161,18 +146,10 @@ def format_shares(shares: dict[str, float]) -> str:
 
 
 def new_figure(columns: int, size: tuple, **options):
-    """A figure of matplotlib, without a screen, and its axes side by side."""
+    """A figure of matplotlib and its axes, side by side; no screen is needed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(size)
     return figure, figure.subplots(1, columns, **options)
-
-
-def save_picture(figure, path: Path) -> str:
-    """Write a figure as PNG -> the Markdown that shows it."""
-    figure.tight_layout()
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    return f"![{path.stem}]({path.name})"

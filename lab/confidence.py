@@ -7,10 +7,10 @@ product c_1 ... c_k is the probability that it counts. Two rules choose the draf
     throughput   over the whole batch in order of survival, while the expected tokens per second,
                  (rows + sum of survivals) / seconds of such a round, rise, up to the first drop
 
-The second is the rule of an engine that packs its rows. Here a batch is padded to its longest row,
-so only columns that no row needs are saved. Both keep the text's distribution exactly the target's,
-because c_k depends on y_1..y_{k-1} alone, not on y_k or what is drawn after it. One temperature per
-position, fitted in order on held-out rounds (sequential temperature scaling), calibrates c_k.
+The second is the rule of an engine that packs its rows; here a batch is padded to its longest row.
+Both keep the text's distribution exactly the target's, because c_k depends on y_1..y_{k-1} alone,
+not on y_k or what is drawn after it. One temperature per position, fitted in order on held-out
+rounds (sequential temperature scaling), calibrates c_k.
 
     python -m lab confidence --target FOLDER --drafter FOLDER     calibrate, profile, compare
     pytest tests/lab/test_confidence.py
@@ -82,9 +82,9 @@ def observe_rounds(target, drafter, measure: Measure, temperature: float) -> tup
         return torch.full_like(row[:, 0], row.shape[1], dtype=torch.long)
 
     for number, prompt in enumerate(measure.prompts):
-        how = (Sampling(temperature), measure.seed + number, measure.stop_ids)
-        length = measure.max_new_tokens
-        (result,) = generate(target, drafter, [prompt], length, *how, choose=verify_all)
+        how = (measure.max_new_tokens, Sampling(temperature), measure.seed + number)
+        options = {"stop_ids": measure.stop_ids, "choose": verify_all}
+        (result,) = generate(target, drafter, [prompt], *how, **options)
         accepted += result.accepted
         if result.finish_reason == "stop" and result.num_rounds:
             # the last round says nothing about the drafts behind the stop token
@@ -96,8 +96,8 @@ def observe_rounds(target, drafter, measure: Measure, temperature: float) -> tup
 
 
 def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
-    """Sequential temperature scaling: logits (R,W) and accepted drafts (R,) of R rounds -> one
-    temperature per position (W,), each fitted by likelihood on the rounds that came so far."""
+    """Logits (R,W) and accepted drafts (R,) of R rounds -> a temperature per position (W,), each
+    the likeliest for the rounds that came so far."""
     grid = torch.logspace(-1.5, 1.5, 241, dtype=torch.double)
     temperatures = torch.ones(logits.shape[1])
     for k in range(logits.shape[1]):
@@ -164,12 +164,11 @@ def calibrate(target, drafter, first: Measure, second: Measure, temperature: flo
 
 def compare(target, drafter, measure: Measure, temperature: float, rules: dict, size: int) -> dict:
     """AL, tokens verified a round and speed by each rule, `size` prompts at once."""
-    sampling = Sampling(temperature)
-    how = (measure.max_new_tokens, sampling, measure.seed, measure.stop_ids)
+    how = (measure.max_new_tokens, Sampling(temperature), measure.seed, measure.stop_ids)
     figures = {}
     for name, rule in rules.items():
         options = {"batch_size": size, "choose": rule}
-        evaluate(target, drafter, measure.prompts[:size], 8, sampling, **options)  # warms up
+        evaluate(target, drafter, measure.prompts[:size], 8, Sampling(temperature), **options)
         results = evaluate(target, drafter, measure.prompts, *how, **options)
         nodes = (results.nodes.sum() / results.rounds.sum()).item()
         speed = results.tokens_per_s
@@ -183,24 +182,22 @@ def run(config: Config) -> dict:
     if not drafter.has_confidence:
         raise ValueError(f"{config.drafter} has no confidence head (DSpark drafters have one)")
     tokenizer = load_tokenizer(config.target)
-    half = config.num_prompts
+    half, temperature = config.num_prompts, config.temperature
     how = (2 * half, config.prompt_length, config.seed + 2)
     prompts = draw_prompts(load_corpus().held_out, tokenizer, *how)
     how = (config.max_new_tokens, tokenizer.stop_ids, config.seed)
     first, second = Measure(prompts[:half], *how), Measure(prompts[half:], *how)
-    pair = (target, drafter)
-    temperatures, gaps = calibrate(*pair, first, second, config.temperature)
-    seconds = {size: profile_rounds(*pair, first, size) for size in config.batch_sizes}
-    for size, row in seconds.items():
-        ms = " ".join(f"{1e3 * s:.1f}" for s in row.tolist())
-        print(f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: {ms}")
-    print(" batch rule          AL  verified a round   tokens/s")
+    temperatures, gaps = calibrate(target, drafter, first, second, temperature)
     fixed = partial(by_threshold, threshold=config.threshold, temperatures=temperatures)
-    rows = {}
-    for size, profile in seconds.items():
-        by_rate = partial(by_throughput, seconds=profile, temperatures=temperatures)
+    profiles, rows = {}, {}
+    for size in config.batch_sizes:
+        seconds = profile_rounds(target, drafter, first, size)
+        profiles[str(size)] = seconds.tolist()
+        ms = " ".join(f"{1e3 * s:.1f}" for s in seconds.tolist())
+        print(f"a round of {size} rows that verify 0, 1, ... drafts, milliseconds: {ms}")
+        print(" batch rule          AL  verified a round   tokens/s")
+        by_rate = partial(by_throughput, seconds=seconds, temperatures=temperatures)
         rules = {"all": None, "threshold": fixed, "throughput": by_rate}
-        rows[str(size)] = compare(*pair, second, config.temperature, rules, size)
-    profiles = {str(size): row.tolist() for size, row in seconds.items()}
-    temperatures = temperatures.tolist()
-    return {"temperatures": temperatures, "gaps": gaps, "seconds": profiles, "rules": rows}
+        rows[str(size)] = compare(target, drafter, second, temperature, rules, size)
+    figures = {"temperatures": temperatures.tolist(), "gaps": gaps}
+    return figures | {"seconds": profiles, "rules": rows}

@@ -25,7 +25,6 @@ class Config(LabConfig):
 
 
 def open_transformers(config: Config, dtype):
-    """The same weights by transformers."""
     try:
         import transformers
     except ImportError:
@@ -42,23 +41,21 @@ def run(config: Config) -> dict:
     ours = open_target(config)
     dtype = ours.lm_head.weight.dtype
     theirs = open_transformers(config, dtype)
-    generator = torch.Generator().manual_seed(config.seed)
-
-    def random_ids(B: int, T: int):
-        ids = torch.randint(0, ours.num_tokens, (B, T), generator=generator)
-        return ids.to(config.device)
-
+    draw = partial(torch.randint, ours.num_tokens, device=config.device)
+    draw = partial(draw, generator=torch.Generator(config.device).manual_seed(config.seed))
     num_new, T = config.max_new_tokens, config.trunk_length
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
     pairs = {}  # {title: (tokens, our function, theirs)}
     for B, name in ((1, "decode, 1 row"), (8, "decode, 8 rows")):
-        prompts = random_ids(B, config.prompt_length)
+        prompts = draw((B, config.prompt_length))
+        decode = partial(generate, ours, None, prompts.tolist(), num_new)
+        seen = torch.ones_like(prompts)
         pairs[name] = (
             B * num_new,
-            partial(generate, ours, None, prompts.tolist(), num_new),
-            partial(theirs.generate, prompts, attention_mask=torch.ones_like(prompts), **options),
+            decode,
+            partial(theirs.generate, prompts, attention_mask=seen, **options),
         )
-    text = random_ids(1, T)
+    text = draw((1, T))
     lengths = torch.tensor([T], device=config.device)
     pairs[f"prefill of {T:,}"] = (
         T,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lab.common import new_figure, save_picture
+from lab.common import new_figure
 from support.flags import flag
 from tree import lesson_tree
 
@@ -24,8 +24,8 @@ class Config:
 
 
 def layout(tree, branches) -> tuple[list, list]:
-    """Where tokens stand, as (x, y, token): trunk and nodes by packed index, then the last token of
-    each branch, which needs no node. And the route of each branch, as packed indices.
+    """Where tokens stand, as (x, y, token): nodes, then the last token of each branch, which needs
+    no node. And the route of each branch, as packed indices.
 
     A token's first child stays in its row, every other child begins a row of its own.
     """
@@ -50,7 +50,6 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
     tokens, routes = layout(tree, branches)
     T = len(trunk[0])
     dots = [(x, 0, token) for x, token in enumerate(trunk[0].tolist())] + tokens
-    num_slots = len(dots) - len(routes)
     axis.plot([0, T - 1], [0, 0], color="#999999", linewidth=1.2, zorder=1)
     for number, (route, colour) in enumerate(zip(routes, COLOURS)):
         shift = 0.09 * (number - 1)  # branches that share nodes run side by side
@@ -61,7 +60,8 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
     for number, (x, y, token) in enumerate(dots):
         style = {"facecolor": "#e6e6e6" if number < T else "white", "edgecolor": "#333333"}
         style["linewidth"] = 2.4 if number < T and x in anchors else 1.0
-        axis.scatter(x, y, s=330, linestyle=":" if number >= num_slots else "-", zorder=3, **style)
+        style["linestyle"] = ":" if number >= len(dots) - len(routes) else "-"
+        axis.scatter(x, y, s=330, zorder=3, **style)
         axis.text(x, y, token, ha="center", va="center", fontsize=9.5, zorder=4)
     for x in sorted(set(anchors[0].tolist())):
         axis.text(x, -0.52, "anchor", ha="center", fontsize=9)
@@ -73,15 +73,15 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
 
 
 def draw_mask(axis, trunk, tree) -> None:
-    T = tree.num_trunk_slots
+    T, N = tree.num_trunk_slots, tree.num_nodes
     nodes = tree.tokens[0].tolist()
     shades = tree.view().mask[0, 0].float()  # (N, T+N)
     shades[:, :T] *= 0.45
     axis.imshow(shades.numpy(), cmap="Blues", vmin=0, vmax=1.15, aspect="equal")
-    axis.set_xticks(range(T + len(nodes)), [*trunk[0].tolist(), *nodes], fontsize=9)
-    axis.set_yticks(range(len(nodes)), nodes, fontsize=9)
-    axis.set_xticks([x - 0.5 for x in range(T + len(nodes))], minor=True)
-    axis.set_yticks([y - 0.5 for y in range(len(nodes))], minor=True)
+    axis.set_xticks(range(T + N), [*trunk[0].tolist(), *nodes], fontsize=9)
+    axis.set_yticks(range(N), nodes, fontsize=9)
+    axis.set_xticks([x - 0.5 for x in range(T + N)], minor=True)
+    axis.set_yticks([y - 0.5 for y in range(N)], minor=True)
     axis.grid(which="minor", color="#bbbbbb", linewidth=0.6)
     axis.tick_params(which="both", length=0)
     axis.axvline(T - 0.5, color="#333333", linewidth=1.6)
@@ -95,5 +95,7 @@ def run(config: Config) -> None:
     draw_tree(axes[0], trunk, anchors, tree, branches)
     draw_mask(axes[1], trunk, tree)
     path = Path(config.out) / "tree.png"
-    save_picture(figure, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
     print(path)

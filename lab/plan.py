@@ -1,9 +1,8 @@
 """The memory that a training run needs on every GPU, by purpose, from shapes alone.
 
-The target is built on the meta device, from a config.json or one of sizes.json, so a laptop
-plans in a minute what runs elsewhere. Weights, optimizer and trunks are exact (tests hold
-them against real tensors of small models). Estimates, marked ~, are what lives for a moment: a tree
-with no node merged or cut short, activations, masks, logits, gathered layers.
+The target is built on the meta device, from a config.json or one of sizes.json. Weights, optimizer
+and trunks are exact. Estimates, marked ~, are what lives for a moment: a tree with no node merged
+or cut short, activations, masks, logits, gathered layers.
 
     python -m lab plan --target 27B --drafter-kind dflash2 --draft-layers 5 --batch-size 16
     pytest tests/lab/test_plan.py
@@ -18,7 +17,7 @@ import torch
 import replay
 from drafter import BLOCKS_AT_ONCE, Drafter, DrafterConfig, drafter_class
 from hf.files import read_json
-from hf.tensors import tensor_files
+from hf.tensors import TABLE, tensor_files
 from loss import CHUNK_ELEMENTS
 from model import ModelConfig
 from support.flags import flag
@@ -31,7 +30,6 @@ GIB = 2**30
 HALF = 2  # bytes of a number in bfloat16, the target's type
 LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
 USABLE = 0.9  # share of a GPU's memory that may be planned with
-TABLE = "ngram_embedding.weight"  # stays on the host
 ON_POLICY = ("specopd", "story")
 
 
@@ -46,7 +44,7 @@ class Config(TrainConfig):
 
 
 def num_parameters(module) -> int:
-    """Numbers in a module, without n-gram tables."""
+    """Numbers in a module, without n-gram tables, which stay on the host."""
     named = module.named_parameters()
     return sum(p.numel() for name, p in named if not name.endswith(TABLE))
 
@@ -62,10 +60,10 @@ def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=No
     spacing = spacing or replay.checkpoint_spacing(c, itemsize)
     num_linear = sum(c.is_linear(layer) for layer in range(c.num_hidden_layers))
     num_attention = c.num_hidden_layers - num_linear
-    index_keys = 2 * c.indexer_head_dim if c.streams else 0
-    keys_values = 2 * c.num_key_value_heads * c.head_dim + index_keys
+    keys_values = 2 * c.num_key_value_heads * c.head_dim
     linear = num_linear * replay.token_bytes(c, itemsize)
     if c.streams:
+        keys_values += 2 * c.indexer_head_dim
         linear += len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * itemsize)
     num_states = T // spacing + 1  # the last one is kept, too
     return {
@@ -100,7 +98,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     c, d = drafter.target.config, drafter.config
     W, A, K = d.num_draft_tokens, config.num_anchors, config.num_branches
     on_policy = config.mode in ON_POLICY
-    num_nodes = A * K * max(W - 1, 0) if on_policy else 0
+    num_nodes = A * K * (W - 1) if on_policy else 0
     wide = c.intermediate_size
     if c.streams:
         experts = c.num_experts_per_tok * c.moe_intermediate_size
@@ -110,7 +108,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     # in one layer at a time: gathered, decayed, and the result
     states = 3 * replay.state_bytes(c) if c.hybrid and on_policy else 0
     token_in_layer = (6 * c.hidden_size + 3 * wide) * HALF
-    sizes = {
+    return {
         "~ tree: what it keeps": B * num_nodes * node,
         "~ tree: a layer at work": B * num_nodes * token_in_layer,
         "~ tree: states at anchors": B * A * states,
@@ -118,8 +116,8 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
         "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS) * token_in_layer,
         "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * HALF,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGIT_COPIES,
+        **graph_bytes(drafter, config, B, T),
     }
-    return sizes | graph_bytes(drafter, config, B, T)
 
 
 def num_p_rows(drafter: Drafter, config) -> int:
@@ -140,14 +138,12 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     num_layers = len(drafter.layers)
     queries = d.layers.num_attention_heads * d.layers.head_dim
     keys_values = 2 * d.layers.num_key_value_heads * d.layers.head_dim
-
     slot = 4 * (5 * C + 2 * queries + keys_values)  # bytes of a slot in a layer
     slot += itemsize * (3 * queries + keys_values + 4 * wide + 3 * C * half)
     if d.kind == "dflash2":
         slot += 32 * d.conv_kernel_size * C  # its convolutions, in float32
     token = 8 * C + itemsize * num_taps * C  # bytes of a context token
     token += num_layers * ((4 + 2 * itemsize) * keys_values + 4 * C * half)
-
     at_once = min(A, BLOCKS_AT_ONCE)
     num_parts = -(-A // BLOCKS_AT_ONCE)
     mask = at_once * b * (T + at_once * b) * num_parts
@@ -211,9 +207,9 @@ def build_on_meta(config) -> tuple[Target, Drafter]:
         return target, drafter_class(fields)(fields, target)
 
 
-def largest_fit(target, drafter, config, num_gpus: int) -> tuple[int, bool, dict] | None:
-    """The most sequences at once that fit on every GPU, with the target whole if possible: how
-    many, whether it is spread, and the bytes; None if not even one fits."""
+def largest_fit(target, drafter, config, num_gpus: int) -> dict:
+    """The plan of the most sequences at once that fit on every GPU, with the target whole if
+    possible; if not even one fits, its bytes."""
     limit = USABLE * config.gpu_gib * GIB
     for sharded in (False, True) if num_gpus > 1 else (False,):
         best = None
@@ -221,47 +217,45 @@ def largest_fit(target, drafter, config, num_gpus: int) -> tuple[int, bool, dict
             sizes = bytes_needed(target, drafter, config, num_gpus, B, sharded)
             if sum(sizes.values()) > limit:
                 break
-            best = B, sharded, sizes
+            best = {"fits": True, "sequences": B, "sharded": sharded, "bytes": sizes}
         if best:
             return best
-    return None
+    return {"fits": False, "bytes": sizes}
 
 
-def train_command(config, num_gpus: int, B: int, sharded: bool, sizes: dict) -> str:
+def train_command(config, num_gpus: int, plan: dict) -> str:
     """The command that trains as planned."""
-    share = config.batch_size // num_gpus
+    B, share = plan["sequences"], config.batch_size // num_gpus
     parts = range(1, share + 1) if config.batch_size % num_gpus == 0 else ()
     grad_accum = next((n for n in parts if share % n == 0 and share // n <= B), 1)
     batch = min(B * num_gpus, config.num_references // num_gpus * num_gpus)
     flags = [f"--batch-size {max(num_gpus, batch)}"]
     if grad_accum > 1:
         flags = [f"--batch-size {config.batch_size} --grad-accum {grad_accum}"]
-    flags += ["--shard-target --references FILE"] if sharded else []
-    flags += [f"--precision {config.precision}"] if config.precision != "float32" else []
-    flags += ["--recompute"] if config.recompute else []
-    flags += [] if "trunks of all references" in sizes else ["--cache-gib 0"]
+    optional = {
+        "--shard-target --references FILE": plan["sharded"],
+        f"--precision {config.precision}": config.precision != "float32",
+        "--recompute": config.recompute,
+        "--cache-gib 0": "trunks of all references" not in plan["bytes"],
+    }
+    flags += [name for name, is_needed in optional.items() if is_needed]
     start = f"torchrun --nproc_per_node={num_gpus}" if num_gpus > 1 else "python"
     return f"{start} train.py --device cuda --dtype bfloat16 {' '.join(flags)} ..."
 
 
-def plan_for(target, drafter, config, num_gpus: int) -> dict:
-    """Print and return the plan for so many GPUs."""
-    print(f"\n{num_gpus} x {config.gpu_gib:g} GiB: ", end="")
-    best = largest_fit(target, drafter, config, num_gpus)
-    if best is None:
-        sizes = bytes_needed(target, drafter, config, num_gpus, 1, num_gpus > 1)
-        print(f"does not fit: {sum(sizes.values()) / GIB:.1f} GiB each for one sequence")
-        return {"fits": False, "bytes": sizes}
-    B, sharded, sizes = best
-    print(f"{B} sequences at once on each, {sum(sizes.values()) / GIB:.1f} GiB")
-    for name, size in sizes.items():
+def print_plan(config, num_gpus: int, plan: dict) -> None:
+    title = f"{num_gpus} x {config.gpu_gib:g} GiB"
+    gib = f"{sum(plan['bytes'].values()) / GIB:.1f} GiB"
+    if not plan["fits"]:
+        print(f"\n{title}: does not fit: {gib} each for one sequence")
+        return
+    print(f"\n{title}: {plan['sequences']} sequences at once on each, {gib}")
+    for name, size in plan["bytes"].items():
         print(f"  {name:30s} {size / GIB:8.2f} GiB")
-    print(f"  {train_command(config, num_gpus, B, sharded, sizes)}")
-    return {"fits": True, "sequences": B, "sharded": sharded, "bytes": sizes}
+    print(f"  {train_command(config, num_gpus, plan)}")
 
 
 def run(config: Config) -> dict:
-    """Print and return the plan for one GPU and for eight."""
     if config.mode == "rollout":
         raise ValueError(
             "plan: a rollout has as many blocks as its decoding has rounds, which nobody knows "
@@ -280,5 +274,6 @@ def run(config: Config) -> dict:
         f"{config.num_anchors} anchors x {config.num_branches}"
     )
     for num_gpus in (1, 8):
-        figures[str(num_gpus)] = plan_for(target, drafter, config, num_gpus)
+        figures[str(num_gpus)] = largest_fit(target, drafter, config, num_gpus)
+        print_plan(config, num_gpus, figures[str(num_gpus)])
     return figures

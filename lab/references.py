@@ -1,9 +1,8 @@
 """References at scale: written by the target in parts that are kept, here or by a server.
 
-A response depends on the seed and on its prompt's number alone. So it is the same however the work
-is split and however often it was interrupted. A server is sent token ids and asked for token ids.
-From one that returns text only, a response is kept where the text, cut into tokens here, has as
-many tokens as the server counted.
+A response depends on the seed and on its prompt's number alone, so it is the same however the work
+is split or interrupted. A server is sent token ids and asked for token ids. If it returns text, a
+response is kept where the text, cut into tokens here, has as many as the server counted.
 
     python -m lab references --target FOLDER --corpus prompts.jsonl --num-references 20000
     torchrun --nproc_per_node=8 -m lab references ...          each process makes every n-th part
@@ -37,16 +36,10 @@ from support.flags import flag
 from support.prepare import provenance, weights_checksum
 from support.resume import stage
 
-NUM_TRIES = 6  # half a minute of waiting in all
+PAUSES = (1, 2, 4, 8, 16, 0)  # seconds after each try
 TIMEOUT = 600  # seconds to wait for an answer
-DEFAULTS_OFF = {  # a server has defaults of its own, from generation_config.json
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+# what a server would else take from generation_config.json
+DEFAULTS_OFF = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -78,27 +71,23 @@ class Server:
 
     def ask(self, path: str, body: dict | None = None) -> dict:
         """Send one request. A server that is busy or away is asked again; a refusal counts."""
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers["Content-Type"] = "application/json"
         data = None if body is None else json.dumps(body).encode()
         url = f"{self.config.api.rstrip('/')}/{path}"
         request = urllib.request.Request(url, data, headers)
-        for attempt in range(NUM_TRIES):
+        for pause in PAUSES:
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-                    answer = json.loads(response.read())
-                if not isinstance(answer, dict):
-                    raise ValueError("no JSON object")
-                return answer
+                    return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.read(200).decode(errors='replace')}"
                 if error.code < 500 and error.code != 429:
                     break
             except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = str(error) or type(error).__name__
-            if attempt < NUM_TRIES - 1:
-                time.sleep(2**attempt)
+            time.sleep(pause)
         raise self.error(f"{path} was not answered: {reason:.200}")
 
     def first_model(self) -> str:
@@ -108,7 +97,6 @@ class Server:
             raise self.error("it names no model: give --api-model") from None
 
     def write(self, prompts: list[list[int]], prompt_ids: list[int]) -> list:
-        """The responses to some prompts, as lists of ids."""
         with ThreadPoolExecutor(self.config.api_requests) as pool:
             return list(pool.map(self.respond, prompts, prompt_ids))
 
@@ -154,8 +142,7 @@ class Server:
 
 
 def make_writer(config: Config, tokenizer):
-    """A function of prompts and their numbers that gives responses, and what is known of the
-    weights that write them."""
+    """A function (prompts, their numbers) -> responses, and what is known of who writes them."""
     if config.api:
         server = Server(config, tokenizer)
         return server.write, {"api_model": server.model}
@@ -164,13 +151,11 @@ def make_writer(config: Config, tokenizer):
     limit = target.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
-    sampling = Sampling(config.temperature)
-    how = (config.response_length, sampling, config.seed, tokenizer.stop_ids)
+    how = (config.response_length, Sampling(config.temperature), config.seed, tokenizer.stop_ids)
 
     def write(prompts, prompt_ids):
         options = {"batch_size": config.part, "prompt_ids": prompt_ids}
-        results = generate(target, None, prompts, *how, **options)
-        return [result.tokens for result in results]
+        return [r.tokens for r in generate(target, None, prompts, *how, **options)]
 
     return write, {"target": weights_checksum(target)}
 
@@ -220,14 +205,14 @@ def run(config: Config) -> dict | None:
     distributed.stop()
     if not is_main:
         return None
-    answered = [number for number, response in enumerate(responses) if response is not None]
-    texts = ([prompts[number] for number in answered], [responses[number] for number in answered])
+    pairs = [(prompt, r) for prompt, r in zip(prompts, responses) if r is not None]
+    texts = ([prompt for prompt, _ in pairs], [response for _, response in pairs])
     references = References.from_lists(*texts, tokenizer.pad_id)
     references.save(out / "references.safetensors", made_with)
     figures = {
         "prompts": len(prompts),
         "references": len(references.lengths),
-        "not_told_back": len(prompts) - len(answered),
+        "not_told_back": len(prompts) - len(pairs),
         "response_tokens": int((references.lengths - references.prompt_lengths).sum()),
     }
     print(json.dumps(figures))

@@ -12,7 +12,6 @@ of the prefill, and the largest difference to a state that was kept and not repl
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lab.common import LabConfig, long_text, median_time, open_target, random_anchors
 from replay import PER_TOKEN, checkpoint_spacing, replay_states
@@ -31,9 +30,7 @@ class Config(LabConfig):
     repeats: int = flag(7, "timed repeats", low=1)
 
 
-def measure_spacing(
-    config: Config, target, tokens, tree, anchors, spacing: int
-) -> tuple[dict, Tensor]:
+def measure_spacing(target, tokens, tree, anchors, spacing: int, repeats: int) -> tuple:
     """Figures of one spacing, and the first linear layer's states at the anchors."""
     lengths = torch.tensor([tokens.shape[1]], device=tokens.device)
 
@@ -51,7 +48,7 @@ def measure_spacing(
         "spacing": spacing,
         "states_bytes": sum(state["states"].nbytes for state in linear),
         "tokens_bytes": sum(state[name].nbytes for state in linear for name in PER_TOKEN),
-        "times": {name: median_time(run, config.repeats) for name, run in runs.items()},
+        "times": {name: median_time(run, repeats) for name, run in runs.items()},
     }
     return figures, replay_states(linear[0], anchors)
 
@@ -75,14 +72,12 @@ def run(config: Config) -> dict:
     )
     rows, exact = [], None
     for spacing in sorted({1, 8, 16, default, 256, 1024, T + 1}):
-        row, states = measure_spacing(config, target, tokens, tree, anchors, spacing)
+        row, states = measure_spacing(target, tokens, tree, anchors, spacing, config.repeats)
         exact = states if exact is None else exact  # at spacing 1 the state itself is kept
         row["gap"] = (states - exact).abs().max().item()
+        rows.append(row)
+        megabytes = f"{row['states_bytes'] / 1e6:9.1f} {row['tokens_bytes'] / 1e6:10.1f}"
         ms = "".join(f"{1e3 * times['median']:9.1f}" for times in row["times"].values())
         note = "  the default" if spacing == default else ""
-        print(
-            f"{spacing:7d} | {row['states_bytes'] / 1e6:9.1f} {row['tokens_bytes'] / 1e6:10.1f} |"
-            f"{ms} | {row['gap']:.1e}{note}"
-        )
-        rows.append(row)
+        print(f"{spacing:7d} | {megabytes} |{ms} | {row['gap']:.1e}{note}")
     return {"rows": rows, "default": default}

@@ -1,31 +1,27 @@
 """One Markdown report of the studies that `python -m lab claims` has finished.
 
-Nothing is measured here: the counts of every prompt and a line for each step are kept in the
-folders of the runs. Tables, curves of loss and AL, and how many drafts survive.
+Tables, curves of loss and AL, and how many drafts survive. Nothing is measured here.
 
     python -m lab report --claims runs/claims      -> runs/report/report.md
     pytest tests/lab/test_claims.py
 """
 
 import csv
-import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
+
 from lab import claims
-from lab.common import new_figure, save_picture
+from lab.common import new_figure
 from support.files import atomic_write
 from support.flags import flag
 from support.measure import format_gain
 
-COLOURS = {
-    "ce": "tab:gray",
-    "e2e": "tab:orange",
-    "rollout": "tab:green",
-    "specopd": "tab:blue",
-    "start": "black",
-}
+COLOURS = {"start": "black", "ce": "tab:gray", "e2e": "tab:orange"}
+COLOURS |= {"rollout": "tab:green", "specopd": "tab:blue"}
+CURVES = {"loss": "loss, as a share of its first", "al_t0": "AL, T = 0", "al_t1": "AL, T = 1"}
 
 
 @dataclass(frozen=True)
@@ -35,73 +31,58 @@ class Config:
     window: int = flag(25, "steps that a loss is averaged over", low=1)
 
 
-def read_log(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def moving_average(values: list, window: int) -> list:
-    """The mean of each value and of up to window - 1 values before it."""
-    parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
-    return [sum(part) / len(part) for part in parts]
-
-
-def curve(seeds: dict, key: str, window: int = 1) -> tuple[list, list, list, list]:
-    """Steps, mean over seeds, lowest and highest of a figure, at the steps that record it."""
-    rows = [[(r["step"], r[key]) for r in records if key in r] for records in seeds.values()]
-    lines = [moving_average([value for _, value in row], window) for row in rows]
-    steps = [step for step, _ in rows[0]]
-    columns = list(zip(*lines))
-    means = [sum(column) / len(column) for column in columns]
-    return steps, means, [min(column) for column in columns], [max(column) for column in columns]
-
-
 def write_curves(path: Path, logs: dict) -> None:
     """Write loss and AL against steps as CSV."""
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["arm", "seed", "step", "loss", "al_t0", "al_t1"])
+        writer.writerow(["arm", "seed", "step", *CURVES])
         for arm, seeds in logs.items():
             for seed, records in seeds.items():
                 for r in records:
-                    al = (r.get("al_t0", ""), r.get("al_t1", ""))
-                    writer.writerow([arm, seed, r["step"], f"{r['loss']:.5f}", *al])
+                    row = [arm, seed, r["step"], f"{r['loss']:.5f}"]
+                    writer.writerow([*row, r.get("al_t0", ""), r.get("al_t1", "")])
 
 
-def draw_curves(path: Path, name: str, logs: dict, window: int) -> str:
-    """Loss and AL against steps; a band reaches from the lowest to the highest seed.
+def curve(seeds: dict, key: str, window: int) -> tuple[list, numpy.ndarray]:
+    """Steps (n,), and means of a logged figure over full windows of them (n, seeds)."""
+    rows = [[(r["step"], r[key]) for r in records if key in r] for records in seeds.values()]
+    steps = [step for step, _ in rows[0]]
+    values = numpy.array([[value for _, value in column] for column in zip(*rows)])
+    window = min(window, len(values))
+    windows = numpy.lib.stride_tricks.sliding_window_view(values, window, axis=0)
+    return steps[window - 1 : len(values)], windows.mean(-1)
 
-    Losses of other kinds have other units, so each is drawn as a share of its first value.
-    """
+
+def draw_curves(path: Path, name: str, logs: dict, window: int) -> None:
+    """Loss and AL against steps; a band reaches from the lowest to the highest seed. Losses of
+    other kinds have other units, so each is drawn as a share of its first value."""
     figure, axes = new_figure(3, (13, 3.6))
-    for arm, seeds in logs.items():
-        for axis, key in zip(axes, ("loss", "al_t0", "al_t1")):
-            steps, mean, low, high = curve(seeds, key, window if key == "loss" else 1)
-            if key == "loss":
-                first = min(window, len(mean)) - 1  # from here on the window is full
-                unit = mean[first]
-                steps = steps[first:]
-                mean, low, high = ([v / unit for v in x[first:]] for x in (mean, low, high))
-            marker = "" if key == "loss" else "."
-            (line,) = axis.plot(steps, mean, label=arm, color=COLOURS.get(arm), marker=marker)
-            axis.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
-    for axis, title in zip(axes, ("loss, as a share of its first", "AL, T = 0", "AL, T = 1")):
-        axis.set_title(f"{name}: {title}")
-        axis.set_xlabel("step")
+    for axis, (key, title) in zip(axes, CURVES.items()):
+        for arm, seeds in logs.items():
+            is_loss = key == "loss"
+            steps, values = curve(seeds, key, window if is_loss else 1)
+            values = values / values[0].mean() if is_loss else values
+            style = {"color": COLOURS.get(arm), "marker": "" if is_loss else "."}
+            (line,) = axis.plot(steps, values.mean(1), label=arm, **style)
+            band = (values.min(1), values.max(1))
+            axis.fill_between(steps, *band, alpha=0.15, color=line.get_color())
+        axis.set(title=f"{name}: {title}", xlabel="step")
     axes[0].legend()
-    return save_picture(figure, path)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
-def draw_survival(path: Path, name: str, study: dict) -> str:
+def draw_survival(path: Path, name: str, study: dict) -> None:
     """The share of rounds that keep their first k drafts, for every arm's best drafter."""
     figure, axes = new_figure(2, (9, 3.6))
     for arm, moments in study.items():
         for axis, (temperature, results) in zip(axes, moments["best"].items()):
             drafts = range(1, len(results.survival) + 1)
             axis.plot(drafts, results.survival, label=arm, color=COLOURS.get(arm), marker=".")
-            axis.set_title(f"{name}: survival, T = {temperature[1:]}")
-            axis.set_xlabel("draft")
+            axis.set(title=f"{name}: survival, T = {temperature[1:]}", xlabel="draft")
     axes[0].legend()
-    return save_picture(figure, path)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def study_section(config: Config, out: Path, name: str) -> list[str]:
@@ -112,32 +93,28 @@ def study_section(config: Config, out: Path, name: str) -> list[str]:
         return []
     rows, figures = claims.table(name, study)
     lines = [f"## {name}", "", *rows, ""]
-    for other in ("ce", "e2e", "rollout") if "specopd" in figures else ():
-        gains = [
-            f"T = {temperature[1:]} {format_gain(row['over'][other])}"
-            for temperature, row in figures["specopd"].items()
-            if other in row["over"]
-        ]
+    for other in ("ce", "e2e", "rollout"):
+        rows = {t: row for t, row in figures.get("specopd", {}).items() if other in row["over"]}
+        gains = [f"T = {t[1:]} {format_gain(row['over'][other])}" for t, row in rows.items()]
         lines += [f"- SpecOPD over {other}: {', '.join(gains)}"] if gains else []
     logs = {}  # {arm: {seed: records}}
     for arm, folders in claims.finished_arms(claims_config, name).items():
-        logs[arm] = {seed: read_log(folder) for seed, folder in folders.items()}
+        texts = {seed: (folder / "log.jsonl").read_text() for seed, folder in folders.items()}
+        logs[arm] = {s: [json.loads(x) for x in text.splitlines()] for s, text in texts.items()}
     write_curves(out / f"{name}.csv", logs)
     lines += ["", f"Loss and AL by step: [{name}.csv]({name}.csv)", ""]
-    if importlib.util.find_spec("matplotlib") and len(logs) <= len(COLOURS):
-        lines += [draw_curves(out / f"{name}-curves.png", name, logs, config.window), ""]
-        lines += [draw_survival(out / f"{name}-survival.png", name, study), ""]
+    if len(logs) <= len(COLOURS):
+        draw_curves(out / f"{name}-curves.png", name, logs, config.window)
+        draw_survival(out / f"{name}-survival.png", name, study)
+        for picture in ("curves", "survival"):
+            lines += [f"![{name}-{picture}]({name}-{picture}.png)", ""]
     return lines
 
 
 def run(config: Config) -> dict:
     """Write the report -> the names of its files."""
     out = Path(config.out)
-    if not importlib.util.find_spec("matplotlib"):
-        print("no pictures: pip install matplotlib")
-    lines = []
-    for name in claims.STUDIES:
-        lines += study_section(config, out, name)
+    lines = [line for name in claims.STUDIES for line in study_section(config, out, name)]
     if not lines:
         raise ValueError(f"{config.claims} holds no finished study")
     with atomic_write(out / "report.md") as temporary:

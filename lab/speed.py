@@ -41,52 +41,41 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
     """Speed and AL of each arm on the same prompts, `size` of them at once."""
     sampling = Sampling(config.temperature)
     options = {"seed": config.seed, "stop_ids": stop_ids, "batch_size": size}
-    results = {name: [] for name in arms}
     for drafter in arms.values():
         evaluate(target, drafter, prompts[:size], 8, sampling, **options)  # warms up
+    how = (prompts, config.max_new_tokens, sampling)
+    results = {name: [] for name in arms}
     for _ in range(config.repeats):
         for name, drafter in arms.items():
-            tokens = config.max_new_tokens
-            results[name].append(evaluate(target, drafter, prompts, tokens, sampling, **options))
+            results[name].append(evaluate(target, drafter, *how, **options))
     row = {}
     for name, repeats in results.items():
         speeds = [repeat.tokens_per_s for repeat in repeats]
-        same_text = repeats[0].texts == results["off"][0].texts
-        row[name] = {
-            "tokens_per_s": statistics.median_high(speeds),
-            "low": min(speeds),
-            "high": max(speeds),
-            "al": repeats[0].mean if arms[name] else 1.0,
-            "same_text": config.temperature > 0 or same_text,
-        }
+        speed = {"tokens_per_s": statistics.median_high(speeds)}
+        speed |= {"low": min(speeds), "high": max(speeds)}
+        same_text = config.temperature > 0 or repeats[0].texts == results["off"][0].texts
+        al = repeats[0].mean if arms[name] else 1.0
+        row[name] = speed | {"al": al, "same_text": same_text}
     return row
 
 
 @torch.inference_mode()
-def measure_stages(target, drafter, prompts: list, options: Options) -> dict:
-    """The share of each stage in decoding one prompt at a time, and the milliseconds of a round."""
-    clock, num_rounds = StageClock(), 0
-    begin = time.perf_counter()
-    for prompt in prompts:
-        batch = clock("prefill", Batch, target, drafter, [prompt], [0], options)
-        with clock.watching(batch, **STAGES):
-            while batch.alive:
-                batch.round()
-        num_rounds += batch.num_rounds
-    seconds = time.perf_counter() - begin
-    return clock.shares(seconds) | {"ms_per_round": 1e3 * seconds / max(num_rounds, 1)}
-
-
 def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) -> dict:
-    """Print and return the stages of each arm."""
+    """Print and return the stages of rounds of one prompt, by arm, and the milliseconds of one."""
     sampling = Sampling(config.temperature)
     options = Options(config.max_new_tokens, sampling, config.seed, frozenset(stop_ids))
     rows = {}
     for name, drafter in arms.items():
-        rows[name] = measure_stages(target, drafter, prompts[:NUM_WATCHED], options)
-        shares = dict(rows[name])
-        milliseconds = shares.pop("ms_per_round")
-        print(f"{name[-26:]:26s} {milliseconds:7.2f} ms a round: {format_shares(shares)}")
+        clock, num_rounds = StageClock(), 0
+        for prompt in prompts[:NUM_WATCHED]:
+            batch = clock("prefill", Batch, target, drafter, [prompt], [0], options)
+            with clock.watching(batch, **STAGES):
+                while batch.alive:
+                    batch.round()
+            num_rounds += batch.num_rounds
+        ms = 1e3 * (time.perf_counter() - clock.begin) / max(num_rounds, 1)
+        rows[name] = clock.shares() | {"ms_per_round": ms}
+        print(f"{name[-26:]:26s} {ms:.2f} ms a round: {format_shares(clock.shares())}")
     return rows
 
 
@@ -113,14 +102,15 @@ def print_row(task: str, row: dict) -> dict:
 
 def run(config: Config) -> dict:
     target, drafters = open_drafters(config)
+    arms = {"off": None} | drafters
     tokenizer = load_tokenizer(config.target)
     stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
-    if config.tasks:
-        tasks = read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
-    else:
-        tasks = {"text": held_out_prompts(config, count)}
-    arms = {"off": None} | drafters
+    tasks = (
+        {"text": held_out_prompts(config, count)}
+        if not config.tasks
+        else read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
+    )
     print(
         f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt, "
         f"{config.device}, {torch.get_num_threads()} threads, medians of {config.repeats}; "

@@ -10,12 +10,12 @@ the share of each stage in one more step, and on a GPU the share of time with a 
 """
 
 import statistics
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from drafter import PLAIN
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_pair, timed
@@ -43,40 +43,22 @@ class Workflows:
     """A target, a drafter and texts, ready to make training steps in different ways."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.response_length = config.trunk_length - config.prompt_length
-        limit = max(0, self.response_length - 1)
-        if max(config.num_anchors) > limit:
-            raise ValueError(
-                f"--num-anchors {max(config.num_anchors)}: of --trunk-length {config.trunk_length} "
-                f"tokens {limit} can be anchors behind --prompt-length {config.prompt_length}"
-            )
+        num_new = config.trunk_length - config.prompt_length
+        if max(config.num_anchors) >= num_new:
+            limit = f"--trunk-length {config.trunk_length}, --prompt-length {config.prompt_length}"
+            anchors = f"--num-anchors {max(config.num_anchors)}"
+            raise ValueError(f"{anchors}: {limit} leave room for {max(0, num_new - 1)}")
         self.target, self.drafter = open_pair(config, torch.float32)
+        prompts = held_out_prompts(config, ROLLOUTS[-1])
+        how = (num_new, PLAIN, config.seed)
+        results = generate(self.target, None, prompts, *how, progress="references")
+        texts = References.from_lists(prompts, [result.tokens for result in results], 0)
         tap_ids = self.drafter.config.target_layer_ids
-        self.trunks = Trunks(self.target, self.write_texts(), tap_ids, cache_gib=0.0)
+        self.trunks = Trunks(self.target, texts, tap_ids, cache_gib=0.0)
         self.optimizers = make_optimizers(self.drafter, TrainConfig.matrix_lr, TrainConfig.lr)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
-
-    def write_texts(self) -> References:
-        """Held-out prompts, each continued by the target to --trunk-length tokens."""
-        prompts = held_out_prompts(self.config, ROLLOUTS[-1])
-        how = (self.response_length, PLAIN, self.config.seed)
-        results = generate(self.target, None, prompts, *how, progress="references")
-        return References.from_lists(prompts, [result.tokens for result in results], 0)
-
-    def ways(self) -> dict[str, TrainConfig]:
-        """Rollouts in batches of several sizes, and SpecOPD on one text at a time."""
-        size = {"seed": self.config.seed, "response_length": self.response_length}
-        rollout = TrainConfig(mode="rollout", num_greedy=0, **size)
-        ways = {f"rollouts, {n} at once": replace(rollout, batch_size=n) for n in ROLLOUTS}
-        specopd = replace(rollout, mode="specopd", batch_size=1)
-        for A in self.config.num_anchors:
-            for K in self.config.num_branches:
-                way = replace(specopd, num_anchors=A, num_branches=K)
-                ways[f"SpecOPD, {A} anchors x {K}"] = way
-        return ways
 
     def step(self, way: TrainConfig, number: int) -> int:
         """Make one training step, as train.py does but for clipping -> its supervised tokens."""
@@ -86,23 +68,32 @@ class Workflows:
         return figures["supervised"]
 
     def stage_shares(self, way: TrainConfig, number: int) -> dict[str, float]:
-        """Make a training step as `step` does -> the share of each stage."""
+        """The share of each stage in such a step."""
         clock = StageClock()
         batch = partial(next_batch, way, self.drafter, self.trunks, number, ())
-        begin = time.perf_counter()
         if way.mode == "rollout":
             parts = clock("decode", batch)
         else:
-            with (
-                clock.watching(self.target, prefill="prefill", score="score"),
-                clock.watching(self.drafter, propose="sample"),
-            ):
+            on_target = clock.watching(self.target, prefill="prefill", score="score")
+            with on_target, clock.watching(self.drafter, propose="sample"):
                 parts = batch()
         loss = partial(clock, "loss", Step(way, self.drafter))
         clock("backward", gradient, way, loss, self.drafter, parts)
         clock.seconds["backward"] -= clock.seconds["loss"]
         clock("update", optimizer_step, self.optimizers)
-        return clock.shares(time.perf_counter() - begin)
+        return clock.shares()
+
+
+def both_ways(config: Config) -> dict[str, TrainConfig]:
+    """Rollouts in batches of several sizes, and SpecOPD on one text at a time."""
+    size = {"seed": config.seed, "response_length": config.trunk_length - config.prompt_length}
+    rollout = TrainConfig(mode="rollout", num_greedy=0, **size)
+    ways = {f"rollouts, {n} at once": replace(rollout, batch_size=n) for n in ROLLOUTS}
+    specopd = replace(rollout, mode="specopd", batch_size=1)
+    for A in config.num_anchors:
+        for K in config.num_branches:
+            ways[f"SpecOPD, {A} anchors x {K}"] = replace(specopd, num_anchors=A, num_branches=K)
+    return ways
 
 
 def covered(spans: list) -> float:
@@ -114,54 +105,44 @@ def covered(spans: list) -> float:
     return length
 
 
-def kernel_share(steps) -> float:
-    """The share of time with a kernel running on the GPU while steps() runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        seconds = timed(steps)
-    kernels = [
+def kernel_share(function) -> float:
+    """The share of time with a kernel running on the GPU during a call."""
+    with profile(activities=[ProfilerActivity.CUDA]) as noted:
+        _, seconds = timed(function)
+    spans = [
         (event.time_range.start, event.time_range.end)
-        for event in profile.events()
+        for event in noted.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return covered(kernels) / 1e6 / seconds
+    return covered(spans) / 1e6 / seconds
 
 
 def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
     """Speed of one way, and the stages of one more step."""
-    tokens = []
-
-    def step(number: int) -> None:
-        tokens.append(workflows.step(way, number))
-
+    step = partial(workflows.step, way)
+    numbers = range(1, config.repeats + 1)
     on_gpu = config.device != "cpu"
     step(0)  # warms up
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = [timed(partial(step, number)) for number in range(1, config.repeats + 1)]
-    per_update = statistics.mean(tokens[1:])
-    median = statistics.median(seconds)
-    row = {
-        "updates_per_s": 1 / median,
-        "tokens_per_update": per_update,
-        "tokens_per_s": per_update / median,
-        "seconds": seconds,
-        "shares": workflows.stage_shares(way, config.repeats + 1),
-    }
+    steps = [timed(step, number) for number in numbers]
+    tokens = statistics.mean(count for count, _ in steps)
+    seconds = statistics.median(duration for _, duration in steps)
+    row = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens}
+    row |= {"tokens_per_s": tokens / seconds, "seconds": [duration for _, duration in steps]}
+    row["shares"] = workflows.stage_shares(way, config.repeats + 1)
     if on_gpu:
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
-        row["kernel_share"] = kernel_share(lambda: [step(n) for n in range(1, config.repeats + 1)])
+        row["kernel_share"] = kernel_share(lambda: [step(number) for number in numbers])
     return row
 
 
 def print_row(name: str, row: dict) -> None:
-    line = format_shares(row["shares"])
-    if "peak_bytes" in row:
+    speed = f"{row['updates_per_s']:10.2f} {row['tokens_per_update']:14.0f}"
+    print(f"{name:25s} {speed} {row['tokens_per_s']:9.0f} | {format_shares(row['shares'])}")
+    if "kernel_share" in row:
         share = f"a kernel runs {100 * row['kernel_share']:.1f} % of the time"
-        line += f"; peak {row['peak_bytes'] / 2**30:.1f} GiB; {share}"
-    print(
-        f"{name:25s} {row['updates_per_s']:10.2f} {row['tokens_per_update']:14.0f} "
-        f"{row['tokens_per_s']:9.0f} | {line}"
-    )
+        print(f"{'':25s} {share}; peak {row['peak_bytes'] / 2**30:.1f} GiB")
 
 
 def ratios_over_rollouts(rows: dict, best: str) -> dict:
@@ -180,14 +161,12 @@ def ratios_over_rollouts(rows: dict, best: str) -> dict:
 
 def run(config: Config) -> dict:
     workflows = Workflows(config)
-    print(
-        f"texts of {config.trunk_length} tokens, prompts of {config.prompt_length}, W = "
-        f"{workflows.drafter.config.num_draft_tokens}, {config.device}, "
-        f"{torch.get_num_threads()} threads; medians of {config.repeats} steps\n"
-        "way                       updates/s  tokens/update  tokens/s | where the time goes"
-    )
+    machine = f"{config.device}, {torch.get_num_threads()} threads"
+    print(f"{machine}; W = {workflows.drafter.config.num_draft_tokens}, texts of", end=" ")
+    print(f"{config.trunk_length} tokens, medians of {config.repeats} steps")
+    print("way                       updates/s  tokens/update  tokens/s | where the time goes")
     rows = {}
-    for name, way in workflows.ways().items():
+    for name, way in both_ways(config).items():
         rows[name] = measure_way(config, workflows, way)
         print_row(name, rows[name])
     best = max((n for n in rows if n.startswith("SpecOPD")), key=lambda n: rows[n]["tokens_per_s"])

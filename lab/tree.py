@@ -1,8 +1,8 @@
 """Branches scored packed on their trunk, against each one alone with its whole prefix.
 
-For every trunk length and number of anchors: one prefill and one pass over the tree, without and
-with merging, against one run per branch. Beside the times stands the largest difference of p
-between packed and alone; with three or more numbers of anchors, the cost of one more node.
+One prefill and one pass over the tree, without and with merging, against one run per branch.
+Beside the times stands the largest difference of p between packed and alone; with three or more
+numbers of anchors, the cost of one more node.
 
     python -m lab tree --target FOLDER --drafter FOLDER --trunk-length 512 1024 --num-anchors 16 64
     python -m lab tree --arch gdn          (an untrained toy, random branches)
@@ -79,27 +79,18 @@ def measure_case(config: Config, target, tokens, anchors, branches) -> dict:
     gaps = [(target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in some]
     tokens_alone = sum(prefix.shape[1] for prefix in prefixes)
     ideal = tokens_alone / (T + tree.num_nodes)
-    return {
-        "trunk": T,
-        "anchors": anchors.shape[1],
-        "nodes": tree.num_nodes,
-        "merged": grow(merge=True).num_nodes,
-        "alone": tokens_alone,
-        "ideal": ideal,
-        "share": times["alone"]["median"] / times["packed"]["median"] / ideal,
-        "gap": max(gaps),
-        "times": times,
-    }
+    share = times["alone"]["median"] / times["packed"]["median"] / ideal
+    row = {"trunk": T, "anchors": anchors.shape[1], "nodes": tree.num_nodes}
+    row |= {"merged": grow(merge=True).num_nodes, "alone": tokens_alone, "ideal": ideal}
+    return row | {"share": share, "gap": max(gaps), "times": times}
 
 
 def print_row(row: dict) -> None:
     ms = {name: 1e3 * times["median"] for name, times in row["times"].items()}
-    print(
-        f"{row['trunk']:5d} {row['anchors']:7d} | {row['nodes']:6d} {row['merged']:6d} | "
-        f"{row['alone']:13d} | {ms['packed']:6.1f} {ms['merged']:7.1f} {ms['alone']:7.0f} | "
-        f"{row['ideal']:8.1f} {ms['alone'] / ms['packed']:8.1f} {row['share']:6.2f} | "
-        f"{row['gap']:.1e}"
-    )
+    sizes = "{trunk:5d} {anchors:7d} | {nodes:6d} {merged:6d} | {alone:13d}".format(**row)
+    times = "{packed:6.1f} {merged:7.1f} {alone:7.0f}".format(**ms)
+    ratios = f"{row['ideal']:8.1f} {ms['alone'] / ms['packed']:8.1f} {row['share']:6.2f}"
+    print(f"{sizes} | {times} | {ratios} | {row['gap']:.1e}")
 
 
 def scoring_line(rows: list[dict]) -> dict:
@@ -119,13 +110,11 @@ def run(config: Config) -> dict:
     target, drafter = open_pair(config) if config.drafter else (open_target(config), None)
     text = long_text(config, target, max(config.trunk_length))
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
-    print(
-        f"{config.target or f'untrained {config.arch}'}, {config.device}, "
-        f"{torch.get_num_threads()} threads, seed {config.seed}; branches of {W}, "
-        f"{config.num_branches} an anchor; milliseconds\n"
-        "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone | "
-        "x tokens  x speed  share | gap of p"
-    )
+    title = f"{config.target or f'untrained {config.arch}'}, {config.device}"
+    print(f"{title}, {torch.get_num_threads()} threads, seed {config.seed}; milliseconds")
+    print(f"branches of {W}, {config.num_branches} an anchor")
+    title = "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone"
+    print(f"{title} | x tokens  x speed  share | gap of p")
     rows = []
     for T in config.trunk_length:
         for A in config.num_anchors:
