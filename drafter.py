@@ -159,7 +159,8 @@ class DrafterConfig:
 @dataclass(frozen=True)
 class Sampling:
     """How logits become the distribution that tokens are drawn from, in float32, for p and for q.
-    Speculative decoding is lossless only if a draft is divided by the very q it was drawn from."""
+    Speculative decoding is lossless only if a draft is judged by the very q it was drawn from:
+    `draw_branches` returns both together, and serve.py computes no q of its own."""
 
     temperature: float = 1.0  # 0 = greedy: all mass on the argmax
     top_k: int = 0  # 0 = off
@@ -415,7 +416,7 @@ class Proposal:
     first: Tensor  # (B, A) the anchors' tokens
     sampling: Sampling
     drafter: "Drafter"
-    q_probs: Tensor | None = None  # (B, A, K or 1, W, V), if the caller divides by it
+    q_probs: Tensor | None = None  # (B, A, K or 1, W, V) that `draw` drew from, if asked for
 
     @property
     def previous(self) -> Tensor:
@@ -423,7 +424,7 @@ class Proposal:
         return previous_tokens(self.first, self.tokens)
 
     def probs(self) -> Tensor:
-        """q (B,A,K,W,V), float32, with gradient through `hidden`: for small vocabularies."""
+        """q (B,A,K,W,V), computed again, float32, with gradient: for small vocabularies."""
         q = self.sampling.probs(self.drafter.logits(self.hidden, self.previous))
         return q.expand(*self.tokens.shape, -1)
 
@@ -602,8 +603,8 @@ class Drafter(nn.Module):
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
                 part = slice(start, start + size)
-                numbers = None if uniforms is None else uniforms[part]
-                drawn, q = self.draw_branches(rows[part], starts[part], numbers, *how)
+                noise = None if uniforms is None else uniforms[part]
+                drawn, q = self.draw_branches(rows[part], starts[part], noise, *how)
                 tokens.append(drawn)
                 if keep_probs:
                     probs.append(q)
@@ -613,9 +614,9 @@ class Drafter(nn.Module):
 
     def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
         """hidden (R,W,C), first (R,) of R blocks, uniforms (R,K,W) or None for the argmax -> tokens
-        (R,K,W), and what they were drawn from (R,1,W,V). DFlash's slots know nothing of one
+        (R,K,W), and the q of those that are drawn (R,1,W,V). DFlash's slots know nothing of one
         another, so all slots and all branches are drawn at once."""
-        logits = self.unary_logits(hidden)  # (R, W, V)
+        logits = self.logits(hidden)  # (R, W, V)
         best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
         if uniforms is None:
             return best, None
@@ -745,7 +746,7 @@ class DFlash2(AutoregressiveDrafter):
         return logits.masked_fill(unary.isneginf(), -torch.inf)  # tanh would make these finite
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """Logits without the selector: what the candidates are taken from."""
+        """Logits without the selector, for the CE of the base."""
         return self.scaled(self.unary_logits(hidden))
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):

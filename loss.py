@@ -14,7 +14,7 @@ Every loss is a sum over branches, divided by a number that needs no vocabulary.
 may be split over chunks and processes and still give one gradient. One table, TERMS, serves the
 plain losses below and the chunked form, which never holds all logits at once.
 
-A new loss is one function of `Branches` and one row of TERMS.
+A new loss is one function of `Branches` and one row of TERMS; `_branches` computes what it reads.
 
     python loss.py              two drafters of equal cross-entropy, told apart by E2E-TV
     pytest tests/test_loss.py
@@ -164,7 +164,7 @@ TERMS = {
     "early_tv": Term(_early_tv_sum, early=True),  # DSpark's mix alone has these two
     "confidence": Term(_confidence_sum, early=True),
 }
-LOSSES = ("ce", "tv", "kl", "e2e_tv", "e2e_al")
+LOSSES = tuple(name for name in TERMS if name not in ("early_tv", "confidence"))
 
 
 def denominator(name: str, mask: Tensor, decay: float = CE_DECAY) -> Tensor:

@@ -321,7 +321,7 @@ def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
     """The multipliers (odd, from splitmix64) and the heads' table sizes (primes in a row) of n-gram
-    layer `number`, as a released model derives them. A file brings its own, which then count."""
+    layer `number`, as a released model derives them. The numbers in a file replace them."""
     all_bits = 2**64 - 1
     golden_ratio = 0x9E3779B97F4A7C15
     half = max(1, (2**63 - 1) // config.vocab_size // 2)
@@ -489,7 +489,7 @@ class GatedDeltaNet(nn.Module):
     def queries_keys_values(self, qkv: Tensor, view: View, past: dict | None):
         """qkv (B,N,channels), the convolution's input -> q, k (B,N,H_k,D_k), v (B,N,H,D_v)."""
         older = past and past["qkv"]
-        base = past["base"][:, None] if past and "base" in past else 0
+        base = past["tail_start"][:, None] if past and "tail_start" in past else 0
         mixed = short_conv(qkv, self.conv1d.weight, older, view, base=base).float()
         q, k, v = mixed.split(self.sizes, -1)
         q = replay.l2_normed(q.unflatten(-1, (-1, self.key_dim))) / math.sqrt(self.key_dim)

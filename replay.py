@@ -1,4 +1,4 @@
-"""The gated delta rule, and how every branch gets the recurrent state at its anchor.
+"""The gated delta rule, and how every branch gets the recurrent state it starts from.
 
 A linear-attention layer (gated delta net) keeps no keys and values but one matrix S per head. Each
 token t lets S decay by e^{g_t}, writes the part of its value v_t that S does not know yet under its
@@ -7,7 +7,7 @@ key k_t, and reads with its query q_t:
     S <- e^{g_t} S     u_t = beta_t (v_t - S^T k_t)     S <- S + k_t u_t^T     o_t = S^T q_t     (1)
 
 A mask cannot isolate branches from S, because everything that ran before is mixed into it. The
-state must be rebuilt at each anchor:
+state must be rebuilt where a branch leaves the trunk (its root: without merging, the anchor):
 
     1. `recurrent` is equation (1), token by token.
     2. `delta_rule_chunk` computes it for many tokens at once. Each u_t is linear in the u of the
@@ -197,8 +197,10 @@ def checkpoint_spacing(config, itemsize: int) -> int:
 
 def positional_names(state: dict) -> list[str]:
     """The names in a layer's state, of whatever kind, that have one entry per trunk position."""
-    cut = PER_TOKEN if "base" in state else ()  # only the trunk's end is kept, see `last_tokens`
-    others = ("states", "after", "base", *cut)
+    cut = (
+        PER_TOKEN if "tail_start" in state else ()
+    )  # only the trunk's end is kept, see `trunk_tail`
+    others = ("states", "after", "tail_start", *cut)
     return [name for name in state if name not in others]
 
 
@@ -224,16 +226,16 @@ def extended_checkpoints(
     return {"states": states, "after": after}
 
 
-def last_tokens(past: dict | None, new: dict, path: Tensor, lengths: Tensor, size: int) -> dict:
+def trunk_tail(past: dict | None, new: dict, path: Tensor, lengths: Tensor, size: int) -> dict:
     """What is kept per token where only the end of the trunk counts: the last `size` tokens, slot
     0 at position `base`. Arguments as in `extended_checkpoints`."""
     base = lengths + (path >= 0).sum(1) - size  # (B,)
     positions = base[:, None] + torch.arange(size, device=path.device)
-    state = {"base": base}
+    state = {"tail_start": base}
     for name in PER_TOKEN:
         joining = gather_slots(new[name], path.clamp(min=0))
         older = None if past is None else past[name]
-        older_base = 0 if past is None else past["base"][:, None]
+        older_base = 0 if past is None else past["tail_start"][:, None]
         state[name] = gather_history(older, joining, positions, lengths[:, None], older_base)
     return state
 
@@ -244,7 +246,7 @@ def replay_states(past: dict, positions: Tensor) -> Tensor:
     after = past["after"][:, None]  # (B, 1, M)
     nearest, index = torch.where(after <= positions[..., None], after, -1).max(-1)  # (B, P)
     state = gather_slots(past["states"], index) * (nearest >= 0)[..., None, None, None]
-    if "base" in past:  # only the state at the end is kept, and no other is wanted
+    if "tail_start" in past:  # only the state at the end is kept, and no other is wanted
         return state
     longest = int((positions - nearest).max())
     slots = nearest[..., None] + 1 + torch.arange(longest, device=positions.device)  # (B, P, n)

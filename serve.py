@@ -121,7 +121,7 @@ class Options:
 
 
 def accept(p_y: Tensor, q_y: Tensor, uniforms: Tensor) -> Tensor:
-    """True with probability min(1, p(y)/q(y)); q(y) > 0, because y was drawn from q."""
+    """True with probability min(1, p(y)/q(y)): u q(y) < p(y) is the same as u < p(y)/q(y)."""
     return uniforms * q_y < p_y
 
 
@@ -277,7 +277,7 @@ class Batch:
         """4. The accepted path joins the trunk and the drafter's memory."""
         positions = self.trunk.lengths
         number = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-        nodes = tree.slots[:, 0, 0] - tree.num_trunk_slots  # (B, n+1)
+        nodes = tree.p_index[:, 0, 0] - tree.num_trunk_slots  # (B, n+1)
         path = torch.where(number <= num_accepted[:, None], nodes, -1)
         if self.options.watch:
             self.options.watch.round(self.alive, positions, drafts, scored, path)
@@ -291,7 +291,7 @@ class Batch:
         """Tell the results, and let rows go whose text has ended."""
         num_nodes = tree.valid.sum(1, keepdim=True)
         report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
-        # the round's one synchronisation with the host, but for a table that is kept there
+        # the round's one synchronisation with the host (an n-gram table on the host adds its own)
         for number, (count, nodes, *ids) in zip(self.alive, report.tolist()):
             result = self.results[number]
             result.num_rounds += 1

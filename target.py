@@ -5,8 +5,8 @@
     logits = target.head(scored.hidden)                 p_1..p_{W+1} of every branch, where wanted
     trunk  = target.commit(trunk, tree, scored, path)   decoding: the accepted path joins the trunk
 
-Scoring leaves the trunk as it was, so a rejected draft leaves no trace. Caches are indexed by
-position, and a slot is visible only up to the length of a history: what lies behind it is never
+Scoring writes only into cache slots behind the trunk, so a rejected draft leaves no trace. Caches
+are indexed by position, and a history sees no slot behind its own length: what lies there is never
 read and is overwritten later. So the rows of one batch may accept different numbers of drafts.
 
     python target.py            a trunk, a tree, and the proof that packed = alone
@@ -114,7 +114,7 @@ class Trunk:
 class Scored:
     """What one pass over a tree gives."""
 
-    hidden: Tensor  # (B, A, K, W+1, C) gives p_1..p_{W+1}; without meaning where slots is -1
+    hidden: Tensor  # (B, A, K, W+1, C) gives p_1..p_{W+1}; without meaning where p_index is -1
     nodes: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[dict]  # what each layer remembers of the nodes, (B, N, ...)
@@ -203,17 +203,17 @@ class Target(nn.Module):
         """
         if not tree.anchor_is_node and trunk.hidden is None:
             raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
-        if not tree.anchor_is_node and any("base" in state for state in trunk.states):
+        if not tree.anchor_is_node and any("tail_start" in state for state in trunk.states):
             raise ValueError("this trunk keeps recurrent state at its end alone")
-        B, A, K, W1 = tree.slots.shape
+        B, A, K, W1 = tree.p_index.shape
         T = tree.num_trunk_slots
         past = [_first_slots(state, T, trunk.width) for state in trunk.states]
         node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
-        slots = tree.slots.view(B, -1)
-        hidden = gather_slots(node_hidden, (slots - T).clamp(min=0))  # (B, A*K*(W+1), C)
+        index = tree.p_index.view(B, -1)
+        hidden = gather_slots(node_hidden, (index - T).clamp(min=0))  # (B, A*K*(W+1), C)
         if not tree.anchor_is_node:
-            on_trunk = gather_slots(trunk.hidden, slots.clamp(0, trunk.hidden.shape[1] - 1))
-            hidden = torch.where((slots >= T)[..., None], hidden, on_trunk)
+            on_trunk = gather_slots(trunk.hidden, index.clamp(0, trunk.hidden.shape[1] - 1))
+            hidden = torch.where((index >= T)[..., None], hidden, on_trunk)
         return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
@@ -257,7 +257,7 @@ class Target(nn.Module):
                 )
                 if not trunk.checkpoint_every:
                     size = max(self.config.linear_conv_kernel_dim - 1, 1)  # for its convolution
-                    state |= replay.last_tokens(past, new, path, trunk.lengths, size)
+                    state |= replay.trunk_tail(past, new, path, trunk.lengths, size)
             for name in [name for name in new if name not in state]:
                 if past is None:  # nothing is there yet: token n belongs into slot n
                     state[name] = with_room(new[name], room)

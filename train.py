@@ -116,7 +116,7 @@ class TrainConfig:
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
     num_greedy: int = flag(1, "how many of the K branches are the argmax", RECIPE, low=0)
     branch_temperature: float = flag(1.0, "draws the branches; also of p and q", RECIPE, low=0)
-    loss: str = flag("e2e_tv", "of all ways but ce", RECIPE, choices=LOSSES[1:])
+    loss: str = flag("e2e_tv", "of every mode except ce", RECIPE, choices=LOSSES[1:])
     ce_decay: float = flag(CE_DECAY, "gamma_0 of CE; 4 for W = 7, 7 for W = 15", RECIPE, low=0.01)
     # NOTE(paper): E2E-TV's gradient is small beside the confidence's, which undoes what it gains
     detach_confidence: str = flag(
@@ -150,7 +150,7 @@ class TrainConfig:
 
 
 # Flags that may differ when a run goes on: they change where and how it runs, what is kept and
-# measured; but for rounding, they do not change what a step learns.
+# measured; except for rounding, they do not change what a step learns.
 FREE = """
     out device save_every stop_after cache_gib eval_prompts eval_tokens shard_target grad_accum
     recompute

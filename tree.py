@@ -8,7 +8,7 @@ where its history leaves it, and its own ancestors, itself included; nothing els
     packed index   trunk position t -> t, node n -> T + n, nothing -> -1
     parents        (B, N)          packed index of the token before the node IN ITS HISTORY
     positions      (B, N)          depth in the sequence, not the index in the packed tensor
-    slots          (B, A, K, W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
+    p_index        (B, A, K, W+1)  packed index of the token whose hidden state gives p_1..p_{W+1}
 
 p_1 comes from the trunk's own hidden state at a, and y_W needs no node in training: at most W - 1
 nodes per branch. With `merge` (beyond the paper, the same p) the branches form one trie over the
@@ -135,7 +135,7 @@ class ProposalTree:
     positions: Tensor  # (B, N)
     trunk_ends: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
     valid: Tensor  # (B, N) bool
-    slots: Tensor  # (B, A, K, W+1) packed index, -1 where no p is needed
+    p_index: Tensor  # (B, A, K, W+1) packed index of what gives p_1..p_{W+1}, -1 = not needed
     roots: Tensor  # (B, P) the trunk positions at which histories leave the trunk, -1 = the start
     groups: Tensor  # (B, P, m) the nodes of each root, -1 behind the last
     num_trunk_slots: int  # T
@@ -178,7 +178,7 @@ def build_tree(
     """Hang branches on the trunk (paper: branch-parallel sampling; merging is ours).
 
     tokens (B,T) · lengths (B,): trunk tokens already run, T >= every anchor + 1 · anchors (B,A):
-    positions, -1 = absent · branches (B,A,K,W): -1 from some slot on = no further valid token.
+    positions, -1 = absent · branches (B,A,K,W): -1 behind the last valid token.
     include_anchor=True is the chain of a decoding round: the anchor at position `lengths` is
     committed but not yet run, so it becomes a node, and so does y_W, whose hidden state gives the
     bonus distribution p_{W+1}.
@@ -192,10 +192,10 @@ def build_tree(
     if merge:
         # a decoding round's chain follows the last token run: no trunk that it could repeat
         repeatable = torch.zeros_like(lengths) if include_anchor else lengths
-        chain_slots, nodes = _merged_nodes(tokens, repeatable, chains, ends, usable)
+        chain_index, nodes = _merged_nodes(tokens, repeatable, chains, ends, usable)
     else:
-        chain_slots, nodes = _private_nodes(chains, ends, usable, T)
-    chain_slots = torch.where(usable, chain_slots, -1)  # (B, R, E)
+        chain_index, nodes = _private_nodes(chains, ends, usable, T)
+    chain_index = torch.where(usable, chain_index, -1)  # (B, R, E)
     if not nodes["tokens"].shape[1]:  # one node of padding keeps all shapes ordinary
         padding = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         nodes = {name: nodes[name].new_full((B, 1), fill) for name, fill in padding.items()}
@@ -207,14 +207,14 @@ def build_tree(
         numbers = torch.arange(nodes["tokens"].shape[1], device=tokens.device)
         groups = numbers.view(1, A, -1).expand(B, -1, -1)
     if include_anchor:
-        slots = chain_slots  # p_1 from the anchor's node, p_{W+1} from y_W's
+        p_index = chain_index  # p_1 from the anchor's node, p_{W+1} from y_W's
     else:  # p_1 from the trunk at the anchor; p_{W+1} is not needed
         starts = (anchors >= 0).repeat_interleave(K, 1) & (branches.view(B, A * K, W)[..., 0] >= 0)
         first = torch.where(starts, ends, -1)[..., None]  # (B, R, 1)
-        slots = torch.cat([first, chain_slots, torch.full_like(first, -1)], -1)
+        p_index = torch.cat([first, chain_index, torch.full_like(first, -1)], -1)
     return ProposalTree(
         **nodes,
-        slots=slots.view(B, A, K, W + 1),
+        p_index=p_index.view(B, A, K, W + 1),
         roots=roots,
         groups=groups,
         num_trunk_slots=T,
@@ -246,8 +246,8 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
     """One node per chain token -> packed indices (B,R,E), and the nodes' fields (B,R*E)."""
     B, R, E = chains.shape
     depth = torch.arange(E, device=chains.device)
-    slots = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
-    parents = torch.where(depth == 0, ends[..., None], slots - 1)
+    index = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
+    parents = torch.where(depth == 0, ends[..., None], index - 1)
     nodes = dict(
         tokens=torch.where(usable, chains, 0),
         parents=torch.where(usable, parents, -1),
@@ -255,7 +255,7 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
         trunk_ends=torch.where(usable, ends[..., None].expand(B, R, E), -1),
         valid=usable,
     )
-    return slots, {name: values.reshape(B, R * E) for name, values in nodes.items()}
+    return index, {name: values.reshape(B, R * E) for name, values in nodes.items()}
 
 
 # ------------------------------------------------------------------------------------------ merging
@@ -387,8 +387,8 @@ def main():
             numbers = (t[0, n].item() for t in (tree.tokens, tree.parents, tree.positions))
             print(f"{n:5d} {{:5d}} {{:6d}} {{:8d}}   ".format(*numbers), end="")
             print(f"{sees[:T]}|{sees[T:]}   {ancestors[n]}")
-        for branch, slots in enumerate(tree.slots[0, :, 0, :-1].tolist()):
-            print(f" p_1..p_4 of branch {branch} come from packed indices {slots}")
+        for branch, index in enumerate(tree.p_index[0, :, 0, :-1].tolist()):
+            print(f" p_1..p_4 of branch {branch} come from packed indices {index}")
         for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
             print(f" the recurrent state after trunk token {root} serves nodes {group}")
     print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2.")

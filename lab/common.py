@@ -131,9 +131,11 @@ class StageClock:
         """Time some of an object's methods while the context lasts; stages: method=stage."""
         for method, stage in stages.items():
             setattr(owner, method, partial(self, stage, getattr(owner, method)))
-        yield
-        for method in stages:
-            delattr(owner, method)  # the class's method is seen again
+        try:
+            yield
+        finally:
+            for method in stages:
+                delattr(owner, method)  # the class's method is seen again
 
     def shares(self) -> dict[str, float]:
         """Each stage's share of the time that has passed."""

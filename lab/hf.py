@@ -41,32 +41,34 @@ def run(config: Config) -> dict:
     ours = open_target(config)
     dtype = ours.lm_head.weight.dtype
     theirs = open_transformers(config, dtype)
-    draw = partial(torch.randint, ours.num_tokens, device=config.device)
-    draw = partial(draw, generator=torch.Generator(config.device).manual_seed(config.seed))
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def random_ids(B: int, T: int):
+        ids = torch.randint(0, ours.num_tokens, (B, T), generator=generator)
+        return ids.to(config.device)
+
     num_new, T = config.max_new_tokens, config.trunk_length
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
     pairs = {}  # {title: (tokens, our function, theirs)}
     for B, name in ((1, "decode, 1 row"), (8, "decode, 8 rows")):
-        prompts = draw((B, config.prompt_length))
+        prompts = random_ids(B, config.prompt_length)
         decode = partial(generate, ours, None, prompts.tolist(), num_new)
-        seen = torch.ones_like(prompts)
-        pairs[name] = (
-            B * num_new,
-            decode,
-            partial(theirs.generate, prompts, attention_mask=seen, **options),
-        )
-    text = draw((1, T))
+        mask = torch.ones_like(prompts)
+        theirs_decode = partial(theirs.generate, prompts, attention_mask=mask, **options)
+        pairs[name] = (B * num_new, decode, theirs_decode)
+    text = random_ids(1, T)
     lengths = torch.tensor([T], device=config.device)
-    pairs[f"prefill of {T:,}"] = (
-        T,
-        lambda: ours.head(ours.prefill(text, lengths, 64, ()).hidden[:, -1:]),
-        lambda: theirs(text, use_cache=True, logits_to_keep=1),
-    )
+
+    def prefill():
+        return ours.head(ours.prefill(text, lengths, 64, ()).hidden[:, -1:])
+
+    theirs_prefill = partial(theirs, text, use_cache=True, logits_to_keep=1)
+    pairs[f"prefill of {T:,}"] = (T, prefill, theirs_prefill)
     threads = torch.get_num_threads()
     print(f"{dtype}, {threads} threads; tokens/s, best of {config.repeats} [median]")
     figures = {"dtype": str(dtype)}
     for name, (num_tokens, *pair) in pairs.items():
-        seconds = [[timed(function) for function in pair] for _ in range(config.repeats + 1)]
+        seconds = [[timed(function)[1] for function in pair] for _ in range(config.repeats + 1)]
         columns = list(zip(*seconds[1:]))  # the first repeat warms up
         best = [num_tokens / min(column) for column in columns]
         medians = [num_tokens / statistics.median_high(column) for column in columns]

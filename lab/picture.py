@@ -30,7 +30,7 @@ def layout(tree, branches) -> tuple[list, list]:
     A token's first child stays in its row, every other child begins a row of its own.
     """
     T, W = tree.num_trunk_slots, branches.shape[-1]
-    slots = tree.slots[0, :, 0, :W]  # (A, W) the packed indices that give p_1..p_W
+    slots = tree.p_index[0, :, 0, :W]  # (A, W) the packed indices that give p_1..p_W
     parents = torch.cat([tree.parents[0], slots[:, -1]]).tolist()
     positions = torch.cat([tree.positions[0], tree.positions[0, slots[:, -1] - T] + 1]).tolist()
     tokens = torch.cat([tree.tokens[0], branches[0, :, 0, -1]]).tolist()

@@ -94,8 +94,8 @@ def study_section(config: Config, out: Path, name: str) -> list[str]:
     rows, figures = claims.table(name, study)
     lines = [f"## {name}", "", *rows, ""]
     for other in ("ce", "e2e", "rollout"):
-        rows = {t: row for t, row in figures.get("specopd", {}).items() if other in row["over"]}
-        gains = [f"T = {t[1:]} {format_gain(row['over'][other])}" for t, row in rows.items()]
+        overs = {t: row["over"] for t, row in figures.get("specopd", {}).items()}
+        gains = [f"T = {t[1:]} {format_gain(x[other])}" for t, x in overs.items() if other in x]
         lines += [f"- SpecOPD over {other}: {', '.join(gains)}"] if gains else []
     logs = {}  # {arm: {seed: records}}
     for arm, folders in claims.finished_arms(claims_config, name).items():

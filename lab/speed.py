@@ -106,16 +106,13 @@ def run(config: Config) -> dict:
     tokenizer = load_tokenizer(config.target)
     stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
-    tasks = (
-        {"text": held_out_prompts(config, count)}
-        if not config.tasks
-        else read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
-    )
-    print(
-        f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt, "
-        f"{config.device}, {torch.get_num_threads()} threads, medians of {config.repeats}; "
-        "tokens/s (AL) x plain"
-    )
+    if config.tasks:
+        tasks = read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
+    else:
+        tasks = {"text": held_out_prompts(config, count)}
+    size = f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt"
+    machine = f"{config.device}, {torch.get_num_threads()} threads"
+    print(f"{size}, {machine}, medians of {config.repeats}; tokens/s (AL) x plain")
     figures = {}
     for size in config.concurrency:
         print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))

@@ -1,9 +1,9 @@
 """Supervised tokens per second of training steps: SpecOPD against sequential rollouts.
 
-Both ways train the same drafter in one process, on texts of one length without stop tokens. Every
-learning rate is 0, so that the drafter stays the same, and every step prefills its trunks, although
-training keeps them. For each way: updates per second, supervised tokens per update, their product,
-the share of each stage in one more step, and on a GPU the share of time with a kernel running.
+Both ways train the same drafter on texts of one length without stop tokens. Every learning rate is
+0, so that the drafter stays the same, and every step prefills its trunks. For each way: updates per
+second, supervised tokens per update, their product, the share of each stage in one more step, and
+on a GPU the share of time with a kernel running.
 
     python -m lab throughput --target FOLDER --drafter FOLDER --num-anchors 64 --num-branches 1 2 4
     pytest tests/lab/test_commands.py
@@ -109,16 +109,12 @@ def kernel_share(function) -> float:
     """The share of time with a kernel running on the GPU during a call."""
     with profile(activities=[ProfilerActivity.CUDA]) as noted:
         _, seconds = timed(function)
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in noted.events()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
-    return covered(spans) / 1e6 / seconds
+    events = [event for event in noted.events() if event.device_type == DeviceType.CUDA]
+    ranges = [event.time_range for event in events if not event.is_user_annotation]
+    return covered([(span.start, span.end) for span in ranges]) / 1e6 / seconds
 
 
 def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
-    """Speed of one way, and the stages of one more step."""
     step = partial(workflows.step, way)
     numbers = range(1, config.repeats + 1)
     on_gpu = config.device != "cpu"
@@ -161,9 +157,9 @@ def ratios_over_rollouts(rows: dict, best: str) -> dict:
 
 def run(config: Config) -> dict:
     workflows = Workflows(config)
+    size = f"W = {workflows.drafter.config.num_draft_tokens}, texts of {config.trunk_length} tokens"
     machine = f"{config.device}, {torch.get_num_threads()} threads"
-    print(f"{machine}; W = {workflows.drafter.config.num_draft_tokens}, texts of", end=" ")
-    print(f"{config.trunk_length} tokens, medians of {config.repeats} steps")
+    print(f"{size}, {machine}, medians of {config.repeats} steps")
     print("way                       updates/s  tokens/update  tokens/s | where the time goes")
     rows = {}
     for name, way in both_ways(config).items():

@@ -124,8 +124,8 @@ def state_gap(trunk, row: int, alone) -> float:
         if "states" in state:
             pairs.append((state["states"][row, -1], wanted["states"][0, -1]))
             assert state["after"][row, -1] == wanted["after"][0, -1] == length - 1
-        if "base" in state:
-            assert state["base"][row] == wanted["base"][0]
+        if "tail_start" in state:
+            assert state["tail_start"][row] == wanted["tail_start"][0]
             pairs += [(state[name][row], wanted[name][0]) for name in PER_TOKEN]
     return max(
         ((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1)).item()

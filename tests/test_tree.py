@@ -53,7 +53,7 @@ def test_ancestors_spell_the_history(seed, merge):
     table, T = tree.ancestors(W + 4), tree.num_trunk_slots
     packed_tokens = torch.cat([tokens, tree.tokens], 1)
     for index, history in histories(tokens, anchors, branches):
-        b, slot = index[0], int(tree.slots[index])
+        b, slot = index[0], int(tree.p_index[index])
         if slot < T:
             continue
         assert tree.positions[b, slot - T] == len(history) - 1
@@ -69,7 +69,7 @@ def wrong_rows(case, tree, mask) -> int:
     packed_tokens = torch.cat([tokens, tree.tokens], 1)
     depths = torch.cat([torch.arange(T).expand(len(tokens), T), tree.positions], 1)
     for index, history in histories(tokens, anchors, branches):
-        b, slot = index[0], int(tree.slots[index])
+        b, slot = index[0], int(tree.p_index[index])
         if slot < T:
             continue
         seen = mask[b, 0, slot - T].nonzero()[:, 0]
@@ -96,7 +96,7 @@ def test_a_decoding_round_has_a_node_for_the_anchor_and_for_every_draft(merge):
     anchors, branches = (lengths - 1)[:, None], branches[:, :1].clamp(min=0)
     tree = build_tree(tokens, lengths - 1, anchors, branches, merge=merge, include_anchor=True)
     assert tree.num_nodes == 3 * (W + 1)
-    assert (tree.slots >= tree.num_trunk_slots).all()  # p_1 .. p_{W+1} all come from nodes
+    assert (tree.p_index >= tree.num_trunk_slots).all()  # p_1 .. p_{W+1} all come from nodes
 
 
 @PRIVATE_AND_MERGED
@@ -105,7 +105,7 @@ def test_blocks_of_one_draft_need_no_nodes(merge):
     branches = torch.randint(0, VOCAB, (3, 6, 2, 1))
     tree = build_tree(tokens, lengths, anchors, branches, merge=merge)
     assert tree.num_nodes == 0
-    assert torch.equal(tree.slots[..., 0], anchors[..., None].expand(3, 6, 2))
+    assert torch.equal(tree.p_index[..., 0], anchors[..., None].expand(3, 6, 2))
 
 
 def test_shapes_that_do_not_fit_are_named():

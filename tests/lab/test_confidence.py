@@ -2,14 +2,16 @@
 `pytest tests/lab/test_confidence.py`"""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from drafter import DSpark, Sampling
 from lab.confidence import (
-    Threshold,
-    Throughput,
+    by_threshold,
+    by_throughput,
+    confidence,
     fit_temperatures,
     observe_rounds,
     profile_rounds,
@@ -20,11 +22,12 @@ from serve import generate
 from small import DRAFTERS, SPARK, random_prompts, small_drafter, small_target
 from support.measure import Measure
 
+DIVISORS = torch.tensor([2.0, 0.5])
 RULES = {
-    "threshold": Threshold(0.6),
-    "threshold, calibrated": Threshold(0.45, torch.tensor([2.0, 0.5])),
-    "throughput": Throughput(torch.tensor([1.0, 1.6, 1.8])),
-    "nothing": Threshold(2.0),
+    "threshold": partial(by_threshold, threshold=0.6),
+    "threshold, calibrated": partial(by_threshold, threshold=0.45, temperatures=DIVISORS),
+    "throughput": partial(by_throughput, seconds=torch.tensor([1.0, 1.6, 1.8])),
+    "nothing": partial(by_threshold, threshold=2.0),
 }
 
 
@@ -85,13 +88,15 @@ def test_a_rule_that_knows_the_draft_it_judges_is_noticed(monkeypatch, pair):
 
     monkeypatch.setattr(DSpark, "propose", remembering)
     monkeypatch.setattr(DSpark, "confidence_logits", peeking)
-    assert distance_from_plain(monkeypatch, pair, Threshold(0.6), Sampling(1.0)) > 1e-3
+    assert distance_from_plain(monkeypatch, pair, RULES["threshold"], Sampling(1.0)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["threshold", "throughput"])
 def test_greedy_text_is_plain_decodings_in_batches_that_verify_unequal_numbers(target, name):
     drafter = small_drafter(target, **DRAFTERS["dspark gated"])
-    rule = Threshold(0.5) if name == "threshold" else Throughput(torch.linspace(1.0, 2.2, 5))
+    rule = partial(by_throughput, seconds=torch.linspace(1.0, 2.2, 5))
+    if name == "threshold":
+        rule = partial(by_threshold, threshold=0.5)
     prompts, counts = random_prompts(9), set()
 
     def watched(logits):
@@ -121,15 +126,15 @@ def test_the_throughput_rule_admits_by_survival_until_the_rate_first_drops():
             break
         best = tokens / between[count]
         expected[b] += 1
-    assert Throughput(seconds)(logits).tolist() == expected and 0 < sum(expected) < 6
-    assert Throughput(torch.ones(4))(logits).tolist() == [3, 3]  # more drafts cost nothing
+    assert by_throughput(logits, seconds).tolist() == expected and 0 < sum(expected) < 6
+    assert by_throughput(logits, torch.ones(4)).tolist() == [3, 3]  # more drafts cost nothing
     # where each draft costs as much as a whole round
-    assert Throughput(torch.arange(1.0, 5.0))(logits).tolist() == [0, 0]
+    assert by_throughput(logits, torch.arange(1.0, 5.0)).tolist() == [0, 0]
 
 
 def test_rules_sum_in_float32_whatever_the_drafters_dtype():
     logits = torch.randn(64, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rule = Throughput(1 + 0.4 * torch.arange(8))
+    rule = partial(by_throughput, seconds=1 + 0.4 * torch.arange(8))
     assert torch.equal(rule(logits), rule(logits.float())) and rule(logits).sum() > 30
 
 
@@ -141,8 +146,8 @@ def test_temperatures_are_found_again_and_make_survival_reliable():
     wrong = torch.tensor([3.0, 0.4, 1.0])
     temperatures = fit_temperatures(true * wrong, accepted)
     torch.testing.assert_close(temperatures, wrong, rtol=0.12, atol=0)
-    before, _ = reliability(true * wrong, accepted)
-    after, rows = reliability(true * wrong / temperatures, accepted)
+    before, _ = reliability(confidence(true * wrong), accepted)
+    after, rows = reliability(confidence(true * wrong, temperatures), accepted)
     assert after < 0.01 < 0.05 < before
     assert sum(count for *_, count in rows) == true.numel()
     nothing = fit_temperatures(true[:2], torch.zeros(2).long())

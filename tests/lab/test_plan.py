@@ -127,9 +127,10 @@ def test_the_27b_by_hand():
     assert trunk["linear layers' tokens"] == 2048 * 48 * token
     assert trunk["keys and values"] == 2048 * 16 * 2 * 2 * 4 * 256
     small_gpu = dataclasses.replace(config, gpu_gib=60)
-    assert plan.largest_fit(target, drafter, small_gpu, 1) is None
-    sequences, sharded, sizes = plan.largest_fit(target, drafter, config, 8)
-    assert sharded and sequences >= 1 and sum(sizes.values()) < 0.9 * 80 * 2**30
+    assert not plan.largest_fit(target, drafter, small_gpu, 1)["fits"]
+    fit = plan.largest_fit(target, drafter, config, 8)
+    sizes = fit["bytes"]
+    assert fit["sharded"] and fit["sequences"] >= 1 and sum(sizes.values()) < 0.9 * 80 * 2**30
     assert sizes["target's weights, a share"] == 2 * (outside + -(-layers // 8))
 
 
@@ -139,8 +140,8 @@ def test_the_125b_by_hand():
     assert plan.num_table_entries(target) == pytest.approx(128 * 2_500_012 * 160, rel=1e-3)
     experts = 48 * 512 * 3 * 2560 * 640
     assert experts < plan.num_parameters(target) < 1.05 * experts
-    assert plan.largest_fit(target, drafter, config, 1) is None
-    assert plan.largest_fit(target, drafter, config, 8)[1]
+    assert not plan.largest_fit(target, drafter, config, 1)["fits"]
+    assert plan.largest_fit(target, drafter, config, 8)["sharded"]
 
 
 def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
