@@ -7,16 +7,17 @@
 3. The block is [x_a, MASK, ..., MASK]. Its slots see the context strictly before a, and each other
    (only backwards in a causal block).
 4. Embedding and head are the target's, frozen.
-5. `propose` draws K branches and returns the very distribution q that they were drawn from.
+5. `propose` draws K branches, and can return the very distribution q that they were drawn from.
 
 Three drafters share this backbone. h_k is slot k's hidden state, e_k a vector of the token y_{k-1}
 before it (y_0 = x_a):
 
-    DFlash     slot j >= 1 predicts position a + j; slots know nothing of one another; W = b - 1
+    DFlash     slot j >= 1 predicts position a + j, not knowing the others' tokens; W = b - 1
     DSpark     slot j predicts position a + j + 1; W = b. logits_k += W2 f(e_k), and a confidence:
                how likely draft k is accepted
-    DFlash 2   as DFlash; of the top candidates of each slot, U_k(c) + <pred[y_{k-1}] * P h_k,
-               succ[c]>; and short convolutions along the block
+    DFlash 2   as DFlash, but slot k chooses among its top candidates c, with the logits
+               U_k(c) + <pred[y_{k-1}] * P h_k, succ[c]>, where U_k are the slot's own ("unary")
+               logits; and short convolutions along the block
 
 DSpark and DFlash 2 walk the slots from left to right: W tiny steps, no pass of the layers. The same
 functions serve training (all anchors of a text) and decoding (one anchor, context in a `Memory`).
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import hf.drafters
-from hf.drafters import FIELDS_OF_KIND, KINDS, MARKOV_HEADS, SELECTOR_FIELDS
+from hf.drafters import DFLASH2_FIELDS, FIELDS_OF_KIND, KINDS, MARKOV_HEADS
 from hf.files import model_folder, read_json
 from hf.tensors import flat_names, load_weights, tensor_files
 from model import DecoderLayer, ModelConfig, RMSNorm, check_field, init_weights, rotary
@@ -44,7 +45,7 @@ from target import Target, Trunk
 from tree import View, gather_slots, with_room, write_slots
 
 DRAW_ELEMENTS = 2**24  # probabilities that exist at once while branches are drawn
-BLOCKS_AT_ONCE = 32  # a block's keys are columns of every other block's mask
+BLOCKS_AT_ONCE = 32  # run together; the mask has a row and a column for each of their slots
 
 # ------------------------------------------------------------------------------------------- config
 
@@ -85,7 +86,7 @@ class DrafterConfig:
         if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
             object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
         for name in FIELDS_OF_KIND[self.kind]:
-            least = 1 if name in SELECTOR_FIELDS else 0
+            least = 1 if name in DFLASH2_FIELDS else 0
             check_field(name, getattr(self, name), getattr(DrafterConfig, name), least)
         if self.markov_head_type not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type {self.markov_head_type!r}, none of {MARKOV_HEADS}")
@@ -215,10 +216,10 @@ def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
 def block_view(
     anchors: Tensor, block_size: int, T: int, window=0, causal=False, context_positions=None
 ) -> View:
-    """What the slots of the blocks at anchors (B,A) see: of T slots of context those at positions
-    strictly before their anchor (of a sliding layer: less than `window` before the slot itself),
-    and their own block. By POSITION, never by block number. An absent anchor, -1, sees only itself.
-    context_positions (B,T): what the context's slots hold, where that is not their number."""
+    """What each slot of the blocks at anchors (B,A) sees: its own block, and of the T entries of
+    context those at positions before its anchor (in a sliding layer only those less than `window`
+    before the slot). Positions decide, not the order of blocks. The block of an absent anchor, -1,
+    sees only itself. context_positions (B,T) of the entries, where these are not their numbers."""
     B, A = anchors.shape
     device = anchors.device
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block_size, device=device)
@@ -291,7 +292,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor, state: Tensor | None):
         """hidden (...,W,C), the tokens before the slots (...,W) -> what is added to the logits
-        (...,W,V), and the recurrence's state for the slots behind (None without one)."""
+        (...,W,V), and the recurrence's state for the following slots (None without one)."""
         e = self.markov_w1(previous)  # (..., W, R)
         hidden = hidden.expand(*e.shape[:-1], -1)
         if self.kind == "gated":
@@ -349,7 +350,7 @@ class CandidateSelector(nn.Module):
 
 
 class DynamicConv(nn.Module):
-    """A short convolution along the block, before and behind a sublayer:
+    """A short convolution along the block, before and after a sublayer:
 
     out_t = sum over tau of (base[side, tau] + delta_t[side, tau]) * x_{t - tau}
 
@@ -359,34 +360,33 @@ class DynamicConv(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         C = config.layers.hidden_size
-        self.num_taps = config.conv_kernel_size
+        self.kernel_size = config.conv_kernel_size
         self.group_size = config.conv_group_size
         self.block_size = config.block_size
-        self.base_kernel = nn.Parameter(torch.zeros(2, self.num_taps, C))
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, C))
         nn.init.ones_(self.base_kernel[:, 0])
-        rows = 2 * self.num_taps * (C // self.group_size)
+        rows = 2 * self.kernel_size * (C // self.group_size)
         self.kernel_projection = nn.Linear(C, rows, bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B,A*b,C), the sublayer's normed input -> the kernels of both sides (B,A*b,taps,C)."""
-        delta = self.kernel_projection(x).unflatten(-1, (2, self.num_taps, -1))
+        """x (B,A*b,C), the sublayer's normed input -> the kernels of both sides (B,A*b,size,C)."""
+        delta = self.kernel_projection(x).unflatten(-1, (2, self.kernel_size, -1))
         return (delta.repeat_interleave(self.group_size, -1) + self.base_kernel).unbind(2)
 
     def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
         """x (B,A*b,C) -> the same, convolved within each block."""
         blocks = x.unflatten(1, (-1, self.block_size))  # (B, A, b, C)
-        kernel = kernel.unflatten(1, (-1, self.block_size))  # (B, A, b, taps, C)
+        kernel = kernel.unflatten(1, (-1, self.block_size))  # (B, A, b, size, C)
         out = kernel[..., 0, :] * blocks
-        for tau in range(1, self.num_taps):
+        for tau in range(1, self.kernel_size):
             shifted = F.pad(blocks, (0, 0, tau, 0))[:, :, : self.block_size]
             out = out + kernel[..., tau, :] * shifted
         return out.flatten(1, 2)
 
 
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer of DFlash 2: a convolution on both sides of each sublayer. Context features
-    are not convolved."""
+    """A decoder layer of DFlash 2: convolutions around each sublayer, not of context features."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config.layers)
@@ -396,12 +396,12 @@ class ConvolvedLayer(DecoderLayer):
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
         """x (B,A*b,C) -> x, what the layer remembers, its input."""
         normed = self.input_layernorm(x)
-        before, behind = self.attention_conv.kernels(normed)
+        before, after = self.attention_conv.kernels(normed)
         mixed, new = self.mix(self.attention_conv(normed, before), rope, view, past)
-        y = x + self.attention_conv(mixed, behind)
+        y = x + self.attention_conv(mixed, after)
         normed = self.post_attention_layernorm(y)
-        before, behind = self.mlp_conv.kernels(normed)
-        return y + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind), new, x
+        before, after = self.mlp_conv.kernels(normed)
+        return y + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), after), new, x
 
 
 # ----------------------------------------------------------------------------------------- drafters
@@ -430,8 +430,7 @@ class Proposal:
 
 
 class Drafter(nn.Module):
-    """DFlash, and what all drafters share. Its parameters are the drafter's alone; the target is
-    referred to."""
+    """DFlash, and what all drafters share. The target's parameters are not among its own."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__()
@@ -470,7 +469,7 @@ class Drafter(nn.Module):
 
     def remember(self, trunk: Trunk, room: int = 0, bounded: bool = False) -> Memory:
         """Keys and values of a whole trunk. room: slots for decoding to add more. bounded: sliding
-        layers keep their window alone, and blocks then stand at the trunk's end."""
+        layers keep only their window; then blocks are possible only at the trunk's end."""
         if trunk.tap_ids != self.config.target_layer_ids:
             raise ValueError(
                 f"the trunk was tapped at layers {trunk.tap_ids}, the drafter reads "
@@ -483,7 +482,7 @@ class Drafter(nn.Module):
         layers = []
         for number, keys_values in enumerate(contexts):
             window = self.config.window(number)
-            # what a round writes behind the text must not reach what a window may see
+            # what a round writes after the text must not reach what a window may see
             size = window + self.config.num_draft_tokens + 1
             if bounded and window and size < T + room:
                 layer = LayerMemory(with_room(keys_values, size)[:, :size], is_ring=True)
@@ -496,7 +495,7 @@ class Drafter(nn.Module):
 
     def extend(self, memory: Memory, taps: Tensor, lengths: Tensor) -> Memory:
         """Remember P more tokens of each row, taps (B,P,·), from position lengths (B,) on, in
-        place. Entries behind what gets committed are never read."""
+        place. Entries after what gets committed are never read."""
         positions = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         for layer, new in zip(memory.layers, self._context(taps, positions)):
             layer.write(new, positions)
@@ -541,7 +540,7 @@ class Drafter(nn.Module):
     # -- logits
 
     def proposable(self, ids: Tensor) -> Tensor:
-        """Which ids q may hold: neither MASK nor a row behind the tokenizer. p is never masked."""
+        """Which ids q may hold: neither MASK nor a row beyond the tokenizer. p is never masked."""
         return (ids != self.config.mask_token_id) & (ids < self.target.num_tokens)
 
     def unary_logits(self, hidden: Tensor) -> Tensor:
@@ -553,7 +552,7 @@ class Drafter(nn.Module):
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):
         """Logits of some slots, given the tokens before them: unary (…,1,W,V), hidden (…,1,W,C),
-        previous (…,K,W) -> (…,1 or K,W,V), and a state for the slots behind. labels (…,K,W): ids
+        previous (…,K,W) -> (…,1 or K,W,V), and a state for the following slots. labels (…,K,W): ids
         that must be among the candidates (in training)."""
         return unary, None
 
@@ -614,8 +613,8 @@ class Drafter(nn.Module):
 
     def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
         """hidden (R,W,C), first (R,) of R blocks, uniforms (R,K,W) or None for the argmax -> tokens
-        (R,K,W), and the q of those that are drawn (R,1,W,V). DFlash's slots know nothing of one
-        another, so all slots and all branches are drawn at once."""
+        (R,K,W), and the q of those that are drawn (R,1,W,V). DFlash's slots do not know
+        one another's tokens, so all slots and all branches are drawn at once."""
         logits = self.logits(hidden)  # (R, W, V)
         best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
         if uniforms is None:
@@ -631,7 +630,7 @@ class Drafter(nn.Module):
         cls, target: Target, num_layers=2, block_size=8, mask_token_id=None, seed=0, **fields
     ) -> "Drafter":
         """An untrained drafter of the target's width; `fields` of its config. MASK is by default
-        the first row behind the tokenizer. All kinds start with the same layers: a fresh DFlash 2
+        the first row beyond the tokenizer. All kinds start with the same layers: a fresh DFlash 2
         proposes what DFlash does, among its top candidates."""
         model = target.config
         if mask_token_id is None:
@@ -642,7 +641,7 @@ class Drafter(nn.Module):
         names += ["rms_norm_eps", "rope_theta", "max_position_embeddings"]
         wide = 3 * model.hidden_size  # where the target has experts and no dense MLP
         layers = ModelConfig(  # qwen3: full rotary and dense layers, whatever the target has
-            intermediate_size=wide if model.streams else model.intermediate_size,
+            intermediate_size=wide if model.has_streams else model.intermediate_size,
             num_hidden_layers=num_layers,
             **{name: getattr(model, name) for name in names},
         )
@@ -702,7 +701,7 @@ class AutoregressiveDrafter(Drafter):
 
 
 class DSpark(AutoregressiveDrafter):
-    """DFlash's layers one slot on, with a Markov head and a confidence head."""
+    """DFlash's layers, one position further, with a Markov head and a confidence head."""
 
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__(config, target)
@@ -750,7 +749,7 @@ class DFlash2(AutoregressiveDrafter):
         return self.scaled(self.unary_logits(hidden))
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):
-        """A label that is no candidate takes the last one's place (in training only)."""
+        """A label that is no candidate takes the last candidate's place (in training only)."""
         ids = self.candidates(unary).expand(*previous.shape, -1)  # (…, K, W, k)
         if labels is not None:
             present = (ids == labels[..., None]).any(-1)
@@ -814,7 +813,7 @@ def show_heads(target: Target, trunk: Trunk) -> None:
             q = drafter.logits(hidden, previous)[0, 0, 0, 1].float().softmax(-1)
             shown = [f"{token}: {probability:.4f}" for probability, token in zip(*q.topk(3))]
             print(f"  {name:9s} y_1 = {y_1:3d}   {', '.join(shown)}")
-    print("\nDFlash's slots know nothing of one another; the others read the token before.")
+    print("\nDFlash's slots do not know one another's tokens; the others read the token before.")
 
 
 def main():

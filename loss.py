@@ -10,7 +10,7 @@ costs the whole block. Where p_k does not depend on the drafted history, 1 + sum
 exactly the expected acceptance length; in general it stands in for it. `e2e_al` (beyond the paper)
 is the exact one, estimated without bias from the same samples.
 
-Every loss is a sum over branches, divided by a number that needs no vocabulary. So a global batch
+Every loss is a sum over branches, divided by a number that needs no logits. So a global batch
 may be split over chunks and processes and still give one gradient. One table, TERMS, serves the
 plain losses below and the chunked form, which never holds all logits at once.
 
@@ -33,7 +33,7 @@ from drafter import Drafter, previous_tokens
 from target import Trunk
 
 CE_DECAY = 4.0  # gamma_0 of the position weights for W = 7; the papers take 7 for W = 15
-CHUNK_ELEMENTS = 2**24  # logits that exist at once in `chunked`: 64 MiB in float32, a few times
+CHUNK_ELEMENTS = 2**24  # logits of a chunk: 64 MiB in float32, and a few such tensors at once
 DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8, "confidence": 1.0}  # 0.9 sum |q - p| = 1.8 TV
 
 # ------------------------------------------------------------------------------------- acceptance
@@ -52,9 +52,7 @@ def survival(alpha: Tensor, mask: Tensor | None = None) -> Tensor:
 def expected_acceptance_length(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
     """1 + sum_j prod_{i<=j} alpha_i of each branch: (..., W, V) -> (...).
 
-    In tokens per verification, bonus included. Exact where p_k does not depend on the drafted
-    history.
-    """
+    In tokens per verification, bonus included. Exact where p_k does not depend on the drafts."""
     return 1 + survival(acceptance(p, q), mask).sum(-1)
 
 
@@ -125,8 +123,7 @@ def _e2e_al_sum(b: Branches) -> Tensor:
 
     E[AL] - 1 = sum_j E_y[w_j alpha_j] with w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient
     also has the share that comes through the drawing of the history:
-    alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i).
-    """
+    alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i)."""
     p, q = torch.broadcast_tensors(b.p, b.q)
     alpha = acceptance(p, q) * b.valid
     p_y = p.gather(-1, b.tokens[..., None])[..., 0]
@@ -170,8 +167,7 @@ LOSSES = tuple(name for name in TERMS if name not in ("early_tv", "confidence"))
 def denominator(name: str, mask: Tensor, decay: float = CE_DECAY) -> Tensor:
     """What a loss's sum is divided by, from the mask (..., W) of valid positions alone.
 
-    Added up over processes before dividing, it makes many processes give the gradient of one.
-    """
+    Added up over processes before dividing, it makes many processes give the gradient of one."""
     valid = mask.float()
     return (valid * position_weights(valid, decay) if TERMS[name].early else valid).sum()
 
@@ -205,7 +201,8 @@ def tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def kl(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean KL(p || q) per valid position, nats. Ids with q = 0 are left out."""
-    return _mean("kl", Branches(_as_valid(mask, p[..., 0]), p=p, log_q=q.log()))
+    log_q = torch.where(q > 0, q, 1.0).log().masked_fill(q == 0, -torch.inf)  # no gradient there
+    return _mean("kl", Branches(_as_valid(mask, p[..., 0]), p=p, log_q=log_q))
 
 
 def ce(
@@ -223,7 +220,7 @@ def ce(
 
 @dataclass
 class Rows:
-    """The branches of R anchors, from before the heads."""
+    """The branches of R anchors as hidden states: the heads have not run yet."""
 
     q_hidden: Tensor  # (R, K or 1, W, C), with gradient
     valid: Tensor  # (R, K, W)
@@ -232,7 +229,7 @@ class Rows:
     p_hidden: Tensor | None = None  # (R, K, W, C)
 
     def part(self, start: int, stop: int) -> list:
-        """Some anchors' tensors. Contiguous, because a head would copy a view block by block."""
+        """Some anchors' tensors. Without gaps: see Target.head."""
         tensors = (getattr(self, f.name) for f in fields(self))
         return [None if t is None else t[start:stop].contiguous() for t in tensors]
 
@@ -262,10 +259,8 @@ def chunked(
     Logits of a chunk are computed again in the backward pass, so those of two chunks never exist
     at the same time. denominators: of each term, if these rows are a part of a batch; the value is
     then this part's share of the loss, and the shares add up to it. anchors_per_chunk: by default
-    as many as keep a chunk's logits within CHUNK_ELEMENTS. Returns the loss and figures, which are
-    sums over valid positions: alpha (W,), survival (W,), and how many positions (W,) there are;
-    empty for ce alone.
-    """
+    as many as keep a chunk's logits within CHUNK_ELEMENTS. Returns the loss and figures, sums (W,)
+    over valid positions: alpha, survival, and how many positions there are; for only ce, none."""
     terms = {terms: 1.0} if isinstance(terms, str) else terms
     terms = {name: weight for name, weight in terms.items() if weight}  # weight 0 costs nothing
     for name in terms:
@@ -328,9 +323,8 @@ def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float)
 class Blocks:
     """Blocks along B texts and what the target said of them: all that a step learns from.
 
-    They are the text itself behind its anchors, the branches of a proposal tree, or the rounds of
-    a decoding (then K = 1, and A is the largest number of rounds).
-    """
+    They are the text itself after its anchors, the branches of a proposal tree, or the rounds of
+    a decoding (then K = 1, and A is the largest number of rounds)."""
 
     trunk: Trunk  # tokens, lengths and taps, nothing else
     anchors: Tensor  # (B, A), -1 = absent
@@ -349,7 +343,7 @@ class Objective:
     base_ce: bool = False  # also CE of DFlash 2's logits before its selector (offline)
     temperature: float = 1.0  # of p and q
     decay: float = CE_DECAY
-    detach_confidence: bool = False  # its loss teaches the confidence head alone
+    detach_confidence: bool = False  # its loss teaches only the confidence head
     bfloat16: bool = False  # the drafter's arithmetic; weights and gradients stay float32
 
     @property
@@ -367,11 +361,11 @@ def step_loss(
     drafter: Drafter, blocks: Blocks, objective: Objective, denominators: dict | None = None
 ) -> tuple[Tensor, dict]:
     """The share of the loss that these blocks have, and figures that add up over parts and
-    processes. denominators: of the whole batch; by default the blocks are all of it."""
+    processes. denominators: those of the whole batch, by default these blocks."""
     trunk = blocks.trunk
     device = trunk.tokens.device
 
-    def in_its_arithmetic(function):
+    def in_drafters_dtype(function):
         def run(*args):
             with objective.autocast(device):
                 return function(*args)
@@ -395,12 +389,12 @@ def step_loss(
     V = drafter.config.layers.vocab_size
     confidence = partial(drafter.confidence_logits, detached=objective.detach_confidence)
     heads = Heads(
-        in_its_arithmetic(drafter.logits), V, drafter.target.head, in_its_arithmetic(confidence)
+        in_drafters_dtype(drafter.logits), V, drafter.target.head, in_drafters_dtype(confidence)
     )
     how = (objective.temperature, objective.decay, denominators)
     value, figures = chunked(objective.terms, rows, heads, *how)
     if objective.base_ce:
-        base = in_its_arithmetic(lambda hidden, previous, labels: drafter.base_logits(hidden))
+        base = in_drafters_dtype(lambda hidden, previous, labels: drafter.base_logits(hidden))
         value = value + chunked("ce", rows, Heads(base, V), *how)[0]
         figures |= _coverage(drafter, hidden, blocks)
     figures |= blocks.counts | {"supervised": blocks.valid.sum()}

@@ -10,7 +10,7 @@ that they hang on. It returns its output and its state of the N tokens, a dict o
     layer        y = x + mix(norm(x)),   out = y + mlp(norm(y))
 
 Names of modules and fields are Hugging Face's, so that tensors load by name. Left out: dropout
-(targets are frozen), biases and images (the text of these families has none).
+(targets are frozen), biases (the text models of these families have none) and images.
 
     python model.py             attention by hand, and a layer's tensors
     pytest tests/test_model.py  logits against transformers, every fast path against a slow twin
@@ -55,7 +55,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 4096
-    # gated delta net: which layers are one, and its sizes
+    # which layers are gated delta nets, and their sizes; the rotated part of attention's heads
     layer_types: tuple = ()
     partial_rotary_factor: float = 1.0
     linear_conv_kernel_dim: int = 4
@@ -108,17 +108,17 @@ class ModelConfig:
 
     @property
     def hybrid(self) -> bool:
-        """Linear layers among gated attention layers; norm weights are stored as w of 1 + w."""
+        """Linear layers among gated attention layers; norms multiply by 1 + w and store w."""
         return self.model_type in HYBRID
 
     @property
-    def streams(self) -> bool:
+    def has_streams(self) -> bool:
         """Residual streams, experts, sparse attention."""
         return self.model_type == "qwen4_exp_text"
 
     @property
     def num_streams(self) -> int:
-        return self.hc_count if self.streams else 1
+        return self.hc_count if self.has_streams else 1
 
     def is_linear(self, layer: int) -> bool:
         return self.hybrid and self.layer_types[layer] == "linear_attention"
@@ -148,7 +148,7 @@ class ModelConfig:
             parts = f"(ngram_size - 1) x heads_per_ngram = {heads} parts"
             raise ValueError(f"ple_embed_dim {self.ple_embed_dim} does not split into {parts}")
         D, E, k = self.indexer_head_dim, self.num_experts, self.num_experts_per_tok
-        if self.streams and D < self.rotary_dim:
+        if self.has_streams and D < self.rotary_dim:
             raise ValueError(f"indexer_head_dim {D} is below the rotated {self.rotary_dim}")
         if E < k:
             raise ValueError(f"num_experts {E} is below num_experts_per_tok {k}")
@@ -157,8 +157,8 @@ class ModelConfig:
 
 
 def check_field(name: str, value, default, least: int | None = None) -> None:
-    """Refuse a value that is not of the type of the field's default, and a number that is infinite
-    or below `least` (None: not above 0)."""
+    """Refuse a value that is not of the type of the field's default, and a number that is
+    infinite, below `least`, or not above 0 where least is None."""
     kind = type(default)
     fits = type(value) is kind or (kind is float and type(value) is int)
     wanted = {bool: "true or false", str: "a word", tuple: "a tuple"}.get(kind)
@@ -192,8 +192,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
-    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...). A cache with
-    room takes these in place, behind every slot in use: nothing reads them before a commit."""
+    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...). In a cache
+    with room they fill the slots after those in use, and count as unused until a commit."""
     if past is None:
         return new
     end = num_slots + new.shape[1]
@@ -208,7 +208,7 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
     B, N, H, D = q.shape
     H_kv = kv.shape[3]
-    if N == 1:  # the queries of a key head stand as tokens: several times as fast on a CPU
+    if N == 1:  # heads of one key head are treated as tokens: several times as fast on a CPU
         q = q.view(B, H_kv, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
     elif mask is not None and q.is_cuda and H_kv < H:  # no fused kernel takes a mask and groups
         kv = kv.repeat_interleave(H // H_kv, 3)
@@ -247,18 +247,18 @@ def gathered_attention(q: Tensor, kv: Tensor, mask: Tensor, max_visible: int) ->
 def short_conv(x: Tensor, weight: Tensor, past, view: View, dilation=1, base=0) -> Tensor:
     """SiLU of a causal depthwise convolution along each token's own history.
 
-    x (B,N,C), weight (C,1,kernel): the last tap is the token itself, and before the first token
-    are zeros. past (B,S,C) or None: the trunk's inputs, slot 0 at position `base`."""
+    x (B,N,C), weight (C,1,kernel): its last entry belongs to the token itself; before the first
+    token are zeros. past (B,S,C) or None: the trunk's inputs, slot 0 at position `base`."""
     kernel = weight.shape[-1]
     out = 0
-    for tap in range(kernel):
-        index = view.ancestor((kernel - 1 - tap) * dilation)
+    for entry in range(kernel):
+        index = view.ancestor((kernel - 1 - entry) * dilation)
         inputs = gather_history(past, x, index, view.num_trunk_slots, base)  # (B, N, C)
-        out = out + inputs.float() * weight[:, 0, tap].float()
+        out = out + inputs.float() * weight[:, 0, entry].float()
     return F.silu(out).to(x.dtype)
 
 
-def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
+def index_block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
     """The blocks of r positions, for sparse attention: the packed index (M,) of the token that ends
     each, and whether a token's history (B,N,M) holds the whole block.
 
@@ -277,8 +277,7 @@ def block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Mark the `count` highest of scores (B,N,M). -inf is never marked; of equal scores the earlier
-    ones win."""
+    """Mark the `count` highest of scores (B,N,M): never -inf, of equal scores the earlier."""
     if scores.shape[-1] <= count:
         return scores > -torch.inf
     lowest = scores.topk(count, -1).values[..., -1:]
@@ -288,9 +287,9 @@ def highest(scores: Tensor, count: int) -> Tensor:
     return above | equal & (equal.cumsum(-1) <= free)
 
 
-def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
+def index_block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
     """The mask (B,1,N,T+N) of the tokens in the chosen blocks (B,N,M), in the order of
-    `block_ends`, and in the incomplete last block of each history."""
+    `index_block_ends`, and in the incomplete last block of each history."""
     B, N, M = chosen.shape
     T = view.num_trunk_slots
     is_tree = view.groups is not None
@@ -313,7 +312,7 @@ def block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
 def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
     ends (E,) int32 counts the rows up to each expert's last -> (n,R)."""
-    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # what it can take
+    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # all that it takes
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
@@ -346,7 +345,7 @@ def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, over each of `groups` equal parts of x. Centred: the stored weight is
-    the w of 1 + w, and the arithmetic is float32."""
+    w, x is multiplied by 1 + w, and the arithmetic is float32."""
 
     def __init__(self, size: int, eps: float, centred: bool = False, groups: int = 1):
         super().__init__()
@@ -381,7 +380,7 @@ class Attention(nn.Module):
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(D, eps, config.hybrid) if normed else nn.Identity()
         self.k_norm = RMSNorm(D, eps, config.hybrid) if normed else nn.Identity()
-        self.indexer = Indexer(config) if config.streams else None
+        self.indexer = Indexer(config) if config.has_streams else None
 
     def keys_values(self, x: Tensor, rope) -> Tensor:
         """x (B,N,C) -> rotated keys, and values, (B,N,2,H_kv,D)."""
@@ -414,7 +413,7 @@ class Attention(nn.Module):
 class Indexer(nn.Module):
     """The choice of sparse attention (QSA): a token attends to those complete blocks of r positions
     of its own history that score highest, `indexer_budget` tokens in all, and to the incomplete
-    last block.
+    last block. These are not a drafter's blocks.
 
     State: the raw key of each token, and the key of the block that ends with it: the mean of the
     last r raw keys of its history, normed, and rotated as the block's first position. It counts
@@ -454,11 +453,11 @@ class Indexer(nn.Module):
         """The attention mask (B,1,N,T+N)."""
         q = self.queries(x, rope)
         keys = append_to_past(past and past["block"], block, view.num_trunk_slots)
-        slots, is_complete = block_ends(view, self.ratio)
+        slots, is_complete = index_block_ends(view, self.ratio)
         products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, slots].float())
         scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
         chosen = highest(scores.masked_fill(~is_complete, -torch.inf), self.num_blocks)
-        return block_mask(chosen, view, self.ratio)
+        return index_block_mask(chosen, view, self.ratio)
 
 
 class GatedDeltaNet(nn.Module):
@@ -629,15 +628,15 @@ class NGramLayer(nn.Module):
         super().__init__()
         wide = config.num_streams * config.hidden_size
         eps = config.rms_norm_eps
-        self.streams = config.num_streams
+        self.num_streams = config.num_streams
         self.size = config.ngram_size
         self.stop_id = config.eos_token_id
         self.ple_embedding = NGramEmbedding(config, number)
         self.key_proj = nn.Linear(config.ple_embed_dim, wide, bias=False)
         self.value_proj = nn.Linear(config.ple_embed_dim, config.hidden_size, bias=False)
-        self.norm_key = RMSNorm(wide, eps, centred=True, groups=self.streams)
-        self.norm_query = RMSNorm(wide, eps, centred=True, groups=self.streams)
-        self.norm_conv = RMSNorm(wide, eps, centred=True, groups=self.streams)
+        self.norm_key = RMSNorm(wide, eps, centred=True, groups=self.num_streams)
+        self.norm_query = RMSNorm(wide, eps, centred=True, groups=self.num_streams)
+        self.norm_conv = RMSNorm(wide, eps, centred=True, groups=self.num_streams)
         self.conv1d = nn.Conv1d(wide, wide, config.ple_conv_kernel_size, groups=wide, bias=False)
 
     def last_tokens(self, tokens: Tensor, view: View, past: dict | None) -> Tensor:
@@ -653,7 +652,7 @@ class NGramLayer(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, view: View, past: dict | None = None):
         """x (B,N,streams*C), tokens (B,N) -> what is added to x, the layer's state."""
-        per_stream = (self.streams, -1)
+        per_stream = (self.num_streams, -1)
         embedded = self.ple_embedding(self.last_tokens(tokens, view, past), x.dtype)
         key = self.norm_key(self.key_proj(embedded)).unflatten(-1, per_stream)  # (B, N, streams, C)
         query = self.norm_query(x).unflatten(-1, per_stream)
@@ -672,22 +671,22 @@ class HyperConnection(nn.Module):
     def __init__(self, config: ModelConfig, writes: bool = True):
         super().__init__()
         wide = config.num_streams * config.hidden_size
-        self.streams = config.num_streams
-        self.hc_norm = RMSNorm(wide, config.rms_norm_eps, centred=True, groups=self.streams)
+        self.num_streams = config.num_streams
+        self.hc_norm = RMSNorm(wide, config.rms_norm_eps, centred=True, groups=self.num_streams)
         self.input_mix_weight_down = nn.Linear(wide, config.hc_lowrank, bias=False)
         self.input_mix_weight_up = nn.Linear(config.hc_lowrank, wide, bias=False)
-        self.block_inject_weight = nn.Linear(wide, self.streams, bias=False) if writes else None
+        self.block_inject_weight = nn.Linear(wide, self.num_streams, bias=False) if writes else None
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B,N,streams*C) -> the mixed input (B,N,C), and the normed streams for `write`."""
         normed = self.hc_norm(x)
-        weights = F.silu(self.input_mix_weight_down(normed) / self.streams)
+        weights = F.silu(self.input_mix_weight_down(normed) / self.num_streams)
         weights = self.input_mix_weight_up(weights).sigmoid()
-        return (weights * normed).unflatten(-1, (self.streams, -1)).mean(-2), normed
+        return (weights * normed).unflatten(-1, (self.num_streams, -1)).mean(-2), normed
 
     def write(self, x: Tensor, normed: Tensor, out: Tensor) -> Tensor:
         """The streams x (B,N,streams*C) with the sublayer's output (B,N,C) added to each."""
-        shares = 2 * torch.sigmoid(self.block_inject_weight(normed) / self.streams)
+        shares = 2 * torch.sigmoid(self.block_inject_weight(normed) / self.num_streams)
         return x + (shares[..., None] * out[..., None, :]).flatten(-2)
 
 
@@ -710,7 +709,7 @@ class Layer(nn.Module):
 
 
 class DecoderLayer(Layer):
-    """y = x + mix(norm(x)), then y + mlp(norm(y)). Targets and drafters are stacks of these."""
+    """y = x + mix(norm(x)), then y + mlp(norm(y)). Not in targets with streams."""
 
     def __init__(self, config: ModelConfig, index: int = 0):
         super().__init__(config, index)
@@ -759,9 +758,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layer_class = StreamLayer if config.streams else DecoderLayer
+        layer_class = StreamLayer if config.has_streams else DecoderLayer
         self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
-        if config.streams:
+        if config.has_streams:
             self.hyper_connection_mixer = HyperConnection(config, writes=False)
         else:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.hybrid)
@@ -779,8 +778,8 @@ class Decoder(nn.Module):
             x, state, layer_input = layer(x, rope, view, past[index] if past else None, tokens)
             states.append(state)
             inputs.append(layer_input if index - 1 in tap_ids else None)
-        hidden = self.hyper_connection_mixer.read(x)[0] if self.config.streams else self.norm(x)
-        inputs.append(hidden if self.config.streams else x)
+        hidden = self.hyper_connection_mixer.read(x)[0] if self.config.has_streams else self.norm(x)
+        inputs.append(hidden if self.config.has_streams else x)
         taps = torch.cat([inputs[i + 1] for i in tap_ids], -1) if tap_ids else None
         return hidden, taps, states
 

@@ -1,8 +1,8 @@
 """The gated delta rule, and how every branch gets the recurrent state it starts from.
 
-A linear-attention layer (gated delta net) keeps no keys and values but one matrix S per head. Each
-token t lets S decay by e^{g_t}, writes the part of its value v_t that S does not know yet under its
-key k_t, and reads with its query q_t:
+A linear-attention layer (gated delta net) needs no keys and values of the past, only one matrix S
+per head. Each token t lets S decay by e^{g_t}, writes the part of its value v_t that S does not
+know yet under its key k_t, and reads with its query q_t:
 
     S <- e^{g_t} S     u_t = beta_t (v_t - S^T k_t)     S <- S + k_t u_t^T     o_t = S^T q_t     (1)
 
@@ -12,14 +12,15 @@ state must be rebuilt where a branch leaves the trunk (its root: without merging
     1. `recurrent` is equation (1), token by token.
     2. `delta_rule_chunk` computes it for many tokens at once. Each u_t is linear in the u of the
        tokens before it, so one triangular system gives all of them.
-    3. While the trunk runs, the state after every n-th token is kept: the checkpoints.
+    3. While the trunk runs, k_t, u_t and g_t of every token are kept, and the state after every
+       n-th token: the checkpoints.
     4. `replay_states` gets the state after any trunk token a from the last checkpoint c at or
        before it, in one product, because every u_t is known. G_t is the sum of g over c+1..t:
 
            S_a = e^{G_a} S_c + sum over c < t <= a of  e^{G_a - G_t} k_t u_t^T                   (2)
 
-    5. `delta_rule_on_tree` runs the nodes that leave the trunk at a from S_a. It is
-       `delta_rule_chunk` with the tree's ancestors as the tokens before.
+    5. `delta_rule_on_tree` starts from S_a and runs the nodes whose histories leave the trunk at a.
+       It is `delta_rule_chunk` with the tree's ancestors as the tokens before.
 
 Shapes: q, k (..., N, H_k, D_k), v, u, o (..., N, H, D_v), g, beta (..., N, H), S (..., H, D_k,
 D_v). Value head j uses key head j // (H / H_k). All sums are float32, whatever the target's dtype.
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from tree import View, build_tree, gather_history, gather_slots
 
-CHUNK = 64  # tokens whose u are solved for at once; memory grows with its square
+CHUNK = 64  # tokens whose u are computed at once; memory grows with its square
 PER_TOKEN = ("qkv", "k", "u", "g")  # what a linear layer keeps of each token
 KERNEL_DEVICES = ("cuda",)  # where flash-linear-attention's kernels run
 KERNEL_TOLERANCE = 1e-5  # how far from ours they may be, as a share of the largest number
@@ -98,8 +99,8 @@ def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
 
 
 def delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens=()) -> tuple[Tensor, ...]:
-    """`recurrent` for a stretch of text -> o, u, states (B,M,H,D_k,D_v): after each checkpoint
-    token, and last after them all. On a GPU by outside kernels, if they agree with ours."""
+    """`recurrent` for a stretch of text -> o, u, states (B,M,H,D_k,D_v): one after each
+    checkpoint token, then one after the last token. On a GPU by outside kernels, if they agree."""
     ends_of_chunks = all((token + 1) % CHUNK == 0 for token in checkpoint_tokens)
     if v.device.type in KERNEL_DEVICES and ends_of_chunks and not v.requires_grad:
         if kernels_agree(v.device, *k.shape[-2:], *v.shape[-2:]):
@@ -188,18 +189,16 @@ def state_bytes(config) -> int:
 
 
 def checkpoint_spacing(config, itemsize: int) -> int:
-    """Tokens between checkpoints: as many as make the checkpoints no larger than what is kept of
-    each token anyway, rounded up to whole chunks, whose ends cost a prefill nothing. A wider
-    spacing could save at most half of the memory, and would make replays longer."""
+    """Tokens between checkpoints: so many that the checkpoints take no more memory than what is
+    kept of every token anyway, in whole chunks: a checkpoint at a chunk's end costs nothing. A
+    wider spacing could save at most half of the memory, and would make replays longer."""
     tokens = state_bytes(config) // token_bytes(config, itemsize)
     return max(1, math.ceil(tokens / CHUNK)) * CHUNK
 
 
 def positional_names(state: dict) -> list[str]:
     """The names in a layer's state, of whatever kind, that have one entry per trunk position."""
-    cut = (
-        PER_TOKEN if "tail_start" in state else ()
-    )  # only the trunk's end is kept, see `trunk_tail`
+    cut = PER_TOKEN if "tail_start" in state else ()  # kept of the trunk's end only: `trunk_tail`
     others = ("states", "after", "tail_start", *cut)
     return [name for name in state if name not in others]
 
@@ -207,9 +206,9 @@ def positional_names(state: dict) -> list[str]:
 def extended_checkpoints(
     past: dict | None, new: dict, path: Tensor, lengths: Tensor, checkpoint_tokens, keep_last: bool
 ) -> dict:
-    """The trunk's checkpoints once the tokens path (B,P; -1 behind the last) of `new` have joined
-    its `lengths` tokens: the old ones, those after the checkpoint tokens (numbers in path), and the
-    one after the new last token. The one after the old last token goes, unless `keep_last`."""
+    """The trunk's checkpoints after a commit. path (B,P) numbers the tokens of `new` that join its
+    `lengths` tokens, then -1. Kept are the old checkpoints, one after each checkpoint token (a
+    column of path), the one after the new last token, and with keep_last that after the old one."""
     last = lengths - 1 + (path >= 0).sum(1)  # (B,) the new last token
     after = [torch.minimum(lengths + token, last) for token in checkpoint_tokens] + [last]
     after = torch.stack(after, 1)  # (B, M)

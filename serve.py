@@ -136,11 +136,10 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
-    logits (B,W+1,V) of the target, drafts (B,W), -1 behind the last one to be judged, q (B,W,V)
+    logits (B,W+1,V) of the target, drafts (B,W), -1 after the last one to be judged, q (B,W,V)
     what they were drawn from, uniforms (B,W+1): W acceptances and one token. Returns the number
     accepted (B,) and the next token (B,), -1 where the logits are NaN. At temperature 0, q and
-    uniforms are not read: a draft is the argmax or it is not.
-    """
+    uniforms are not read: a draft is the argmax or it is not."""
     W = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
     if sampling.temperature == 0:
@@ -154,7 +153,7 @@ def verify(
         p = sampling.probs(logits)  # (B, W+1, V)
         judged = drafts >= 0
         index = drafts.clamp(min=0)[..., None]
-        p_y = p[:, :W].gather(2, index)[..., 0] * judged  # behind the last: never accepted
+        p_y = p[:, :W].gather(2, index)[..., 0] * judged  # after the last: never accepted
         q_y = q.gather(2, index)[..., 0]
         num_accepted = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
         was_rejected = num_accepted < judged.sum(1)  # else nothing is subtracted
@@ -186,8 +185,7 @@ class Batch:
     def _noise(self, prompt_ids: list[int]) -> Tensor | None:
         """Uniforms (B, max_new_tokens, 2W+1): of round r W drafts, W acceptances, one token.
 
-        They depend on the seed and on the prompt's number alone, not on the batch.
-        """
+        They depend on the seed and on the prompt's number alone, not on the batch."""
         if self.sampling.temperature == 0:
             return None
         shape = (self.options.max_new_tokens, 2 * self.W + 1)
@@ -288,7 +286,7 @@ class Batch:
         self.anchor = token
 
     def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> None:
-        """Tell the results, and let rows go whose text has ended."""
+        """Record the round in the results, and drop the rows whose text has ended."""
         num_nodes = tree.valid.sum(1, keepdim=True)
         report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
         # the round's one synchronisation with the host (an n-gram table on the host adds its own)
@@ -326,8 +324,7 @@ def generate(
     """Continue every prompt (token ids). drafter=None is plain decoding; `options`: see Options.
 
     A prompt's text depends on the seed and on its number in `prompts`, not on the batch it runs in
-    (unless `choose` looks at the whole batch).
-    """
+    (unless `choose` looks at the whole batch)."""
     options = Options(max_new_tokens, sampling, seed, frozenset(stop_ids), **options)
     options.check(target, drafter, prompts)
     prompt_ids = options.prompt_ids or list(range(len(prompts)))
@@ -353,13 +350,14 @@ def lesson() -> None:
     target = Target.toy(
         seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
-    target.num_tokens = 10  # of 12 rows: one more is MASK
+    target.num_tokens = 10  # of 12: q never holds 10 (MASK) and 11, p may
     target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
     drafter = Drafter.fresh(target, num_layers=1, block_size=4)
     prompt = [1, 2, 3]
     options = Options(max_new_tokens=8, sampling=PLAIN, seed=24)
     batch = Batch(target, drafter, [prompt], [0], options)
-    print(f"a vocabulary of 10 tokens, W = 3, temperature 1. Prompt {prompt}.")
+    print("12 ids: q holds 0..9; the untrained target gives 10 (MASK) and 11 some p, too.")
+    print(f"W = 3, temperature 1. Prompt {prompt}.")
     print(f"Prefill commits {batch.results[0].tokens}: it is the first anchor.")
     for number in (1, 2):
         batch.num_rounds = number

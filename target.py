@@ -5,8 +5,8 @@
     logits = target.head(scored.hidden)                 p_1..p_{W+1} of every branch, where wanted
     trunk  = target.commit(trunk, tree, scored, path)   decoding: the accepted path joins the trunk
 
-Scoring writes only into cache slots behind the trunk, so a rejected draft leaves no trace. Caches
-are indexed by position, and a history sees no slot behind its own length: what lies there is never
+Scoring writes only into cache slots after the trunk, so a rejected draft leaves no trace. Caches
+are indexed by position, and a history sees no slot after its own length: what lies there is never
 read and is overwritten later. So the rows of one batch may accept different numbers of drafts.
 
     python target.py            a trunk, a tree, and the proof that packed = alone
@@ -65,7 +65,7 @@ TOY_SPARSE = dict(
     split_ngram_parts=2,
     eos_token_id=256,
 )
-# Toys are deep and narrow. One decoding step costs its layers, and that is what drafting saves.
+# Toys are deep and narrow: each layer adds time to a decoding step, and drafting saves such steps.
 TOYS = {
     "gqa": ModelConfig(num_hidden_layers=7, **TOY_WIDTHS),
     "gdn": ModelConfig("qwen3_5_text", **TOY_WIDTHS, **TOY_HYBRID),
@@ -75,7 +75,7 @@ TOYS = {
 
 @dataclass
 class Trunk:
-    """What the target keeps of B committed texts. Slots behind a row's length are never read."""
+    """What the target keeps of B committed texts. Slots after a row's length are never read."""
 
     tokens: Tensor  # (B, S) ids; S >= width leaves room to commit
     lengths: Tensor  # (B,) tokens that the target has run
@@ -100,7 +100,7 @@ class Trunk:
         return replace(self, width=width or self.width, **chosen)
 
     def for_drafter(self) -> "Trunk":
-        """Tokens, lengths and taps alone: all that a drafter reads."""
+        """Only tokens, lengths and taps: all that a drafter reads."""
         return replace(self, states=[], hidden=None)
 
     @property
@@ -115,7 +115,7 @@ class Scored:
     """What one pass over a tree gives."""
 
     hidden: Tensor  # (B, A, K, W+1, C) gives p_1..p_{W+1}; without meaning where p_index is -1
-    nodes: Tensor  # (B, N, C) final hidden of the nodes
+    node_hidden: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[dict]  # what each layer remembers of the nodes, (B, N, ...)
 
@@ -131,16 +131,16 @@ class Target(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.tap_ids = default_taps(config.num_hidden_layers)
-        self.num_tokens = config.vocab_size  # ids that stand for text; rows behind are not drafted
+        self.num_tokens = config.vocab_size  # ids of the tokenizer; rows beyond are not drafted
 
     def head(self, hidden: Tensor) -> Tensor:
         """(…, C) -> logits (…, V)."""
-        # flat rows: given a slice with gaps, torch would copy the whole vocabulary's matrix
+        # flat rows: a slice with gaps would be multiplied block by block, which is slow
         rows = hidden.reshape(-1, hidden.shape[-1])
         return self.lm_head(rows).view(*hidden.shape[:-1], self.config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B,T) -> logits (B,T,V), without cache or taps: the judge of every other path."""
+        """tokens (B,T) -> logits (B,T,V), without cache or taps: every other path must match it."""
         return self.head(self.model(tokens, causal_view(*tokens.shape, tokens.device))[0])
 
     # -- the trunk
@@ -159,9 +159,7 @@ class Target(nn.Module):
 
         room: slots that commits may fill without copying. tap_ids: layers to tap, by default the
         target's own. checkpoint_every: tokens between recurrent states kept, so that a tree may
-        hang anywhere; None: as replay.checkpoint_spacing says; 0 keeps the last state alone, which
-        is enough for decoding.
-        """
+        hang anywhere; None: replay.checkpoint_spacing; 0: only the last state, for decoding."""
         if checkpoint_every is None:
             itemsize = self.lm_head.weight.element_size()
             checkpoint_every = replay.checkpoint_spacing(self.config, itemsize)
@@ -204,7 +202,7 @@ class Target(nn.Module):
         if not tree.anchor_is_node and trunk.hidden is None:
             raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
         if not tree.anchor_is_node and any("tail_start" in state for state in trunk.states):
-            raise ValueError("this trunk keeps recurrent state at its end alone")
+            raise ValueError("this trunk keeps recurrent state only at its end")
         B, A, K, W1 = tree.p_index.shape
         T = tree.num_trunk_slots
         past = [_first_slots(state, T, trunk.width) for state in trunk.states]
@@ -226,16 +224,15 @@ class Target(nn.Module):
         """Let the accepted nodes join the trunk. path (B,P): node numbers in order, then -1.
 
         It writes in place where there is room, so go on with the trunk returned, not the old one.
-        All P columns are written; those of -1 lie behind the new length, where nobody reads.
-        """
+        All P columns are written; those of -1 lie after the new length, where nobody reads."""
         width = trunk.width + path.shape[1]
-        # keep the state after the last token if the last checkpoint lies far enough behind it
+        # keep the state after the last token if the last checkpoint lies far enough before it
         keep_last = 0 < trunk.checkpoint_every <= trunk.width - trunk.last_checkpoint
         states = self._extend_states(trunk, scored.states, path, width, keep_last=keep_last)
         return replace(
             trunk,
             tokens=_append(trunk.tokens, tree.tokens, path, trunk.lengths, width),
-            hidden=_append(trunk.hidden, scored.nodes, path, trunk.lengths, width),
+            hidden=_append(trunk.hidden, scored.node_hidden, path, trunk.lengths, width),
             taps=_append(trunk.taps, scored.taps, path, trunk.lengths, width),
             lengths=trunk.lengths + (path >= 0).sum(1),
             states=states,
@@ -246,7 +243,7 @@ class Target(nn.Module):
     def _extend_states(
         self, trunk, new_states, path, width: int, checkpoint_tokens=(), keep_last=False
     ) -> list[dict]:
-        """What each layer remembers once the tokens path (B,P) of new_states have joined."""
+        """What each layer remembers once the tokens that path (B,P) numbers have joined."""
         room = max(trunk.tokens.shape[1], width)
         states = []
         for past, new in zip(trunk.states or [None] * len(new_states), new_states):
@@ -259,7 +256,7 @@ class Target(nn.Module):
                     size = max(self.config.linear_conv_kernel_dim - 1, 1)  # for its convolution
                     state |= replay.trunk_tail(past, new, path, trunk.lengths, size)
             for name in [name for name in new if name not in state]:
-                if past is None:  # nothing is there yet: token n belongs into slot n
+                if past is None:  # nothing is there yet: token n belongs in slot n
                     state[name] = with_room(new[name], room)
                 else:
                     state[name] = _append(past[name], new[name], path, trunk.lengths, width)
@@ -291,8 +288,7 @@ class Target(nn.Module):
         """Load a Hugging Face folder. It needs no tokenizer files.
 
         dtype None: what its config names. before_loading(target) is called on the empty target,
-        before its weights are read: it may spread the layers over several processes.
-        """
+        before its weights are read: it may spread the layers over several processes."""
         folder = model_folder(str(folder))
         source = str(folder / "config.json")
         config_dict = read_json(source)
@@ -314,7 +310,7 @@ class Target(nn.Module):
         return target.requires_grad_(False)
 
     def tied_names(self) -> dict[str, str]:
-        """Tensors that a file may leave out, because they are another one."""
+        """{tensor that a file may leave out: the tensor that it equals}."""
         tied = self.config.tie_word_embeddings
         return {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
 
@@ -331,7 +327,7 @@ class Target(nn.Module):
 
 
 def _append(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | None:
-    """Write the tokens path (B,P) of new (B,N,...) behind lengths (B,) into cache (B,S,...)."""
+    """Write the tokens that path (B,P) numbers, of new (B,N,...), into cache after lengths (B,)."""
     if cache is None or new is None:
         return cache
     if cache.shape[1] < width:  # more than was reserved: double it
@@ -342,8 +338,8 @@ def _append(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | N
 
 
 def _first_slots(state: dict, T: int, width: int) -> dict:
-    """What a layer remembers, in at least T slots: T may count an anchor that is not run yet, and
-    the nodes behind T must not be written into slots in use."""
+    """What a layer remembers, in T slots: with room where T counts an anchor that is not run yet,
+    and cut where the trunk is longer, so that nodes are not written into slots in use."""
     end = T if T < width else None
     cut = {name: with_room(state[name], T)[:, :end] for name in replay.positional_names(state)}
     return state | cut
@@ -367,8 +363,8 @@ def _count_tokens(folder: Path, vocab_size: int) -> int:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Choose five layers for the drafter to read, evenly from the second to the third to last (of
-    36: 1, 9, 17, 25, 33). A shallow target gives fewer."""
+    """Choose five layers for the drafter to read, evenly spaced from the second to the third-last
+    (of 36: 1, 9, 17, 25, 33). A shallow target gives fewer."""
     if num_layers < 8:
         return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 2} - {-1}))
     return tuple(round(1 + i * (num_layers - 4) / 4) for i in range(5))

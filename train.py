@@ -1,7 +1,7 @@
-"""Training a drafter: four ways to make blocks, one step, one loop.
+"""Training a drafter: four modes, three ways to make blocks, one step, one loop.
 
     --mode ce       offline: cross-entropy on the reference that the target wrote (DSpark: its mix)
-    --mode e2e      offline: E2E-TV along the reference's own history
+    --mode e2e      offline: E2E-TV, or another --loss, along the reference's own history
     --mode rollout  on policy, one round after another (Draft-OPD, arXiv 2605.29343, in outline):
                     decode whole responses with the current drafter, then E2E-TV on every block
                     that was proposed, accepted or not
@@ -15,11 +15,12 @@ One SpecOPD step:
 4. `step_loss` compares p and q: E2E-TV. Its gradient flows through q only.
 5. The optimizers update the drafter; the target never changes.
 
-The ways differ only in how they make blocks: `text_blocks`, `rollout_blocks`, `tree_blocks`.
-Without arguments the whole story runs on a laptop: train a toy target on the standard library's
-text, let it write references, train a drafter offline, continue it in three ways for the same
-number of steps from the same start, and measure the acceptance length (AL) by real decoding on
-held-out prompts. Every stage is kept in --out and done once; a run that was stopped goes on.
+Modes differ in their loss and in how they make blocks: by `text_blocks` (ce and e2e),
+`rollout_blocks` or `tree_blocks`. Without arguments the whole story runs on a laptop: train a toy
+target on the standard library's text, let it write references, train a drafter offline, continue
+it in three ways for the same number of steps from the same start, and measure the acceptance length
+(AL) by real decoding on held-out prompts. Every stage is kept in --out and done once; a run that
+was stopped goes on.
 
     python train.py                       the story (about 12 minutes on one CPU core)
     python train.py --preset smoke        the same in seconds, too short to learn much
@@ -83,14 +84,14 @@ class TrainConfig:
     target_length: int = flag(256, "tokens per training sequence of the toy", TRAINED, low=1)
     drafter: str = flag("", "the drafter to start from; empty: a fresh one", TRAINED)
     drafter_kind: str = flag("", "empty: dflash", TRAINED, choices=("", *ARCHITECTURES))
-    draft_layers: int = flag(0, "of a fresh drafter; 0: 2", TRAINED, low=0)
-    block_size: int = flag(0, "b, of a fresh drafter; 0: such that W = 7", TRAINED, low=0)
+    draft_layers: int = flag(0, "layers of a fresh drafter; 0 means 2", TRAINED, low=0)
+    block_size: int = flag(0, "b of a fresh drafter; 0: such that W = 7", TRAINED, low=0)
     markov_head: str = flag("", "of dspark; empty: vanilla", TRAINED, choices=("", *MARKOV_HEADS))
-    rank: int = flag(
-        0, "of dspark's or dflash2's tables; 0: 256, at most the width", TRAINED, low=0
-    )
+    rank: int = flag(0, "width of the heads' tables; 0: 256, at most hidden_size", TRAINED, low=0)
     mask_token_id: int = flag(-1, "MASK's row; -1: a spare one", TRAINED, low=-1)
-    references: str = flag("", "made before, or the target's chats as JSONL; empty: make", TRAINED)
+    references: str = flag(
+        "", "file of references or of the target's chats; empty: new ones", TRAINED
+    )
     corpus: str = flag("", "text or JSONL prompts, file or folder; empty: Python's own", TRAINED)
     skip_bad_lines: bool = flag(False, "leave bad JSONL lines out instead of stopping", TRAINED)
     num_references: int = flag(512, "how many to make", TRAINED, low=1)
@@ -101,11 +102,9 @@ class TrainConfig:
     dtype: str = flag("", "of the target; empty: what its config names", WHERE, choices=DTYPES)
     precision: str = flag("float32", "the drafter's arithmetic", WHERE, choices=DTYPES[1:])
     shard_target: bool = flag(False, "spread the target's layers over the processes", WHERE)
-    grad_accum: int = flag(
-        1, "parts of a batch, learned one at a time to save memory", WHERE, low=1
-    )
+    grad_accum: int = flag(1, "parts of a batch, run one by one to save memory", WHERE, low=1)
     recompute: bool = flag(False, "run drafter layers again in the backward pass", WHERE)
-    cache_gib: float = flag(2.0, "keep the references' trunks up to this size", WHERE, low=0)
+    cache_gib: float = flag(2.0, "keep all trunks if they fit into so many GiB", WHERE, low=0)
     bucket: int = flag(1, "batches whose references are sorted by length together", WHERE, low=1)
 
     steps: int = flag(250, "training steps (story: of each way)", RECIPE, low=1)
@@ -115,18 +114,20 @@ class TrainConfig:
     num_branches: int = flag(2, "K, branches per anchor (specopd)", RECIPE, low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
     num_greedy: int = flag(1, "how many of the K branches are the argmax", RECIPE, low=0)
-    branch_temperature: float = flag(1.0, "draws the branches; also of p and q", RECIPE, low=0)
+    branch_temperature: float = flag(
+        1.0, "of branches, rollouts, p and q (0: greedy, with p and q at 1)", RECIPE, low=0
+    )
     loss: str = flag("e2e_tv", "of every mode except ce", RECIPE, choices=LOSSES[1:])
     ce_decay: float = flag(CE_DECAY, "gamma_0 of CE; 4 for W = 7, 7 for W = 15", RECIPE, low=0.01)
-    # NOTE(paper): E2E-TV's gradient is small beside the confidence's, which undoes what it gains
+    # NOTE(paper): ours; the confidence loss's larger gradient would undo what E2E-TV gains
     detach_confidence: str = flag(
         "online",
-        "its loss teaches its head alone: not in ce (online), always, never",
+        "train only the confidence head by its loss: in all modes but ce (online), always, never",
         RECIPE,
         choices=("online", "always", "never"),
     )
     merge: bool = flag(True, "equal histories share nodes (same p, fewer nodes)", RECIPE)
-    matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: AdamW alone", RECIPE, low=0)
+    matrix_lr: float = flag(0.01, "Muon's rate, for matrices; 0: only AdamW", RECIPE, low=0)
     lr: float = flag(1e-3, "AdamW's rate, for the rest", RECIPE, low=0)
 
     eval_every: int = flag(250, "steps between two measurements of AL", KEEPING, low=1)
@@ -202,10 +203,8 @@ def draw_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Anchors (B,A), ascending, -1 = absent, and the uniforms (B,A,K,W) that draw the branches.
 
-    shape = (A, K, W). Anchors lie between the first response token and the second to last, drawn
-    without replacement. All of it follows from (seed, step, sequence id) alone, however the work
-    is split.
-    """
+    shape = (A, K, W). Anchors are drawn without replacement, from the first response token to the
+    second-last, both included. All follows from (seed, step, sequence id) alone."""
     A, K, W = shape
     anchors = torch.full((len(sequence_ids), A), -1)
     uniforms = torch.empty(len(sequence_ids), A, K, W)
@@ -229,7 +228,7 @@ def until_stop(tokens: Tensor, stop_ids) -> Tensor:
 
 
 def text_blocks(config, drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_ids) -> Blocks:
-    """Offline: the text itself behind its anchors (B,A), as if it were a branch."""
+    """Offline: the text itself after its anchors (B,A), as if it were a branch."""
     B, A = anchors.shape
     W = drafter.config.num_draft_tokens
     ahead = anchors.clamp(min=0)[..., None] + torch.arange(1, W + 1, device=anchors.device)
@@ -270,7 +269,7 @@ def tree_blocks(
 class Recorder:
     """Watches `serve.generate` decode one batch: what each round drafted, scored and tapped."""
 
-    width: int  # tokens of the longest text, and room for a round behind it
+    width: int  # tokens of the longest text, and room for a round after it
     taps: Tensor | None = None  # (B, width, ·)
     rounds: list[dict] = field(default_factory=list)
 
@@ -408,7 +407,7 @@ def all_reduce_dict(sums: dict[str, Tensor]) -> dict:
 
 def figures_of(sums: dict) -> dict:
     """Means instead of sums: alpha, survival (W,) over valid positions, the share of slots that
-    are padding, and how many labels are among DFlash 2's candidates."""
+    are padding, and the share of labels among DFlash 2's candidates."""
     positions = sums.pop("positions", None)
     if positions:
         for name in ("alpha", "survival"):
@@ -446,7 +445,7 @@ class Run:
 
 
 def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> Run:
-    """A fresh run in the folder `out`, or the one that stands there, where it was."""
+    """A fresh run in the folder `out`, or the one there, continued from its last training state."""
     made_with = {k: v for k, v in asdict(config).items() if k not in FREE}
     # what the flags name may have changed since
     made_with |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
@@ -587,8 +586,7 @@ def finish(run: Run) -> None:
 
 
 def trained(run: TrainConfig, folder: Path, target, tokenizer, measure: Measure, trunks) -> dict:
-    """Train one run, or find it done in its folder -> its totals. trunks() makes the trunks of
-    its references, where they are needed."""
+    """Train one run, or find it done in its folder -> its totals. trunks() is called if needed."""
     made_with = {k: v for k, v in asdict(run).items() if k not in FREE}
 
     def make():
@@ -613,7 +611,7 @@ def story(config: TrainConfig, out: Path) -> None:
         drafters[name] = Drafter.from_pretrained(out / name, target, torch.float32)
     lengths = {name: {} for name in drafters}
     for name, drafter in drafters.items():
-        share = QUICK_SHARE if name == "fresh" else 1.0  # a round for every token: slow, about 1
+        share = QUICK_SHARE if name == "fresh" else 1.0  # slow: a round for almost every token
         for t in TEMPERATURES:
             lengths[name][t] = measure(target, drafter, t, share, f"AL of {name}")
     speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
@@ -621,7 +619,7 @@ def story(config: TrainConfig, out: Path) -> None:
 
 
 TITLES = {
-    "fresh": "fresh (1/4 of them)",
+    "fresh": "fresh ({} prompts)",
     "start": "offline CE (the start)",
     "ce": "  + CE",
     "e2e": "  + offline E2E-TV",
@@ -642,7 +640,7 @@ def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, second
     write_json(out / "summary.json", summary)
     size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
     print(f"\nAcceptance length, {size}, seed {config.seed}")
-    print_table(entries)
+    print_table(entries, len(lengths["fresh"][0.0].rounds))
     specopd = entries["specopd"]
     over = [f"T = {t:g} {format_gain(specopd[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
     print("\nSpecOPD over continued CE: " + ", ".join(over))
@@ -659,15 +657,15 @@ def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, second
     target = f"--target {config.target or f'{out}/target'}"
     print(f'  python serve.py {target} --drafter {out}/specopd --prompt "def main(" "import os"')
     print(f"  python train.py --mode specopd {target} --drafter {out}/start --out runs/mine")
-    print(f"  python -m lab decode {target} --drafter {out}/specopd")
+    print(f"  python -m lab speed {target} --drafters {out}/specopd")
 
 
-def print_table(entries: dict) -> None:
+def print_table(entries: dict, num_fresh: int) -> None:
     """AL with gains over the start, then survival by position."""
     print("[gain over the start, 95 % interval of the paired difference]")
     print(f"{'':24s}{'T = 0':>7s}{'':26s}{'T = 1':>7s}{'':26s}{'supervised tokens/s':>20s}")
     for name, entry in entries.items():
-        line = f"{TITLES[name]:24s}"
+        line = f"{TITLES[name].format(num_fresh):24s}"
         for t in TEMPERATURES:
             over = format_gain(entry[f"over_start_t{t:g}"]) if name in STORY_MODES else ""
             line += f"{entry[f'al_t{t:g}']:7.3f}  {over:24s}"
@@ -678,7 +676,7 @@ def print_table(entries: dict) -> None:
         print(f"\nSurvival: share of rounds that keep the first 1, 2, ... drafts, T = {t:g}")
         for name, entry in entries.items():
             shares = " ".join(f"{share:6.3f}" for share in entry[f"survival_t{t:g}"])
-            print(f"{TITLES[name]:24s}{shares}")
+            print(f"{TITLES[name].format(num_fresh):24s}{shares}")
 
 
 # ------------------------------------------------------------------------------------------- lesson
@@ -689,7 +687,7 @@ def lesson() -> None:
     target = Target.toy(
         seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
-    target.num_tokens = 10  # of 12 rows: one more is MASK
+    target.num_tokens = 10  # of 12: q never holds 10 (MASK) and 11, p may
     target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
     drafter = Drafter.fresh(target, num_layers=1, block_size=4)
     prompt = [1, 2, 3]
@@ -698,6 +696,7 @@ def lesson() -> None:
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib=1)
     config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3)
     print(f"the reference: prompt {prompt}, and {response.tokens}, which the target wrote")
+    print("q holds the ids 0..9; the untrained target gives 10 (MASK) and 11 some p, too")
     (blocks,) = next_batch(config, drafter, trunks, 0, ())
     for anchor, branches in zip(blocks.anchors[0].tolist(), blocks.tokens[0].tolist()):
         before = blocks.trunk.tokens[0, : anchor + 1].tolist()
@@ -747,8 +746,8 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
     drafter = start_drafter(config, target, tokenizer)
     if not config.drafter and config.mode != "ce":
         print(
-            "hardly anything that a fresh drafter proposes is accepted, and such a loss has little "
-            "slope: begin with --mode ce, go on from its --drafter"
+            "hardly any draft of a fresh drafter is accepted, and then E2E-TV has almost no "
+            "gradient: begin with --mode ce and give its folder as --drafter"
         )
     cache_gib = 0.0 if config.mode == "rollout" else config.cache_gib  # it reads no trunk
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib)

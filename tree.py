@@ -25,17 +25,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MAX_GROUP = 64  # about so many nodes of one root are solved for together (replay.py)
+MAX_GROUP = 64  # nodes of one root whose u are computed together, about at most (replay.py)
 
 
 @dataclass
 class View:
-    """The past of N tokens, as a layer may see it. Layers get nothing else.
+    """The past of N tokens, as a layer may see it. A layer learns of the tree only through this.
 
-    Without groups the view is *linear*: a stretch of text, where each token follows the one before
-    it and packed index = position. With groups the tokens are the nodes of a tree, grouped by the
-    trunk position at which their histories leave the trunk (the root).
-    """
+    Without groups it is the view of a *stretch of text*: each token follows the one before it, and
+    packed index = position. With groups the tokens are the nodes of a tree, grouped by the trunk
+    position at which their histories leave the trunk (the root)."""
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
     parents: Tensor  # (B, N) packed index of the token before it, -1 for none
@@ -43,9 +42,9 @@ class View:
     mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible; None = plain causal, T = 0
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
     roots: Tensor | None = None  # (B, P) trunk position of each group, -1 for the start
-    groups: Tensor | None = None  # (B, P, m) node numbers, -1 behind the last
-    max_depth: int = 0  # nodes on the longest chain of a tree
-    checkpoint_tokens: tuple[int, ...] = ()  # linear: keep recurrent state after these tokens
+    groups: Tensor | None = None  # (B, P, m) node numbers, -1 after the last
+    max_depth: int = 0  # of a tree: no chain has more nodes
+    checkpoint_tokens: tuple[int, ...] = ()  # of a stretch of text: keep the state after these
     _ancestors: list[Tensor] = field(default_factory=list)
 
     def ancestor(self, depth: int) -> Tensor:
@@ -72,7 +71,7 @@ class View:
 
 
 def causal_mask(T: int, N: int, device=None) -> Tensor:
-    """(1, 1, N, T+N): each of N tokens behind T others sees them, the tokens before it, itself."""
+    """(1, 1, N, T+N): each of N tokens after T others sees them, the tokens before it, itself."""
     ones = torch.ones(N, T + N, dtype=torch.bool, device=device)
     return ones.tril(T)[None, None]
 
@@ -80,7 +79,7 @@ def causal_mask(T: int, N: int, device=None) -> Tensor:
 def causal_view(
     B: int, N: int, device=None, T: int = 0, valid: Tensor | None = None, checkpoint_tokens=()
 ) -> View:
-    """The view of a prefill, or of its next N tokens behind T others."""
+    """The view of a prefill, or of its next N tokens after T others."""
     positions = torch.arange(T, T + N, device=device).expand(B, N)
     mask = causal_mask(T, N, device) if T else None
     return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
@@ -101,8 +100,7 @@ def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -
     """Entries (B,P,...) at packed index (B,P); zero where the index is negative.
 
     An index from T on reads new (B,N,...). An index below T reads past (B,S,...), whose slot 0 is
-    position `base`. T and base are numbers or (B,1).
-    """
+    position `base`. T and base are numbers or (B,1)."""
 
     def match(condition: Tensor) -> Tensor:  # (B, P) -> (B, P, 1, ...)
         return condition.view(*condition.shape, *(1,) * (new.dim() - 2))
@@ -115,8 +113,8 @@ def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -
 
 
 def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots. New slots are zero, because a masked slot is
-    still multiplied."""
+    """cache (B,S,...) with at least `width` slots. New slots are zero: a masked slot is multiplied
+    by its weight 0, and 0 times NaN would be NaN."""
     missing = width - cache.shape[1]
     if missing <= 0:
         return cache
@@ -137,9 +135,9 @@ class ProposalTree:
     valid: Tensor  # (B, N) bool
     p_index: Tensor  # (B, A, K, W+1) packed index of what gives p_1..p_{W+1}, -1 = not needed
     roots: Tensor  # (B, P) the trunk positions at which histories leave the trunk, -1 = the start
-    groups: Tensor  # (B, P, m) the nodes of each root, -1 behind the last
+    groups: Tensor  # (B, P, m) the nodes of each root, -1 after the last
     num_trunk_slots: int  # T
-    max_depth: int  # nodes on the longest chain
+    max_depth: int  # no chain has more nodes
     anchor_is_node: bool = False  # True: a decoding round's chain, no slot lies on the trunk
 
     @property
@@ -178,24 +176,23 @@ def build_tree(
     """Hang branches on the trunk (paper: branch-parallel sampling; merging is ours).
 
     tokens (B,T) · lengths (B,): trunk tokens already run, T >= every anchor + 1 · anchors (B,A):
-    positions, -1 = absent · branches (B,A,K,W): -1 behind the last valid token.
+    positions, -1 = absent · branches (B,A,K,W): -1 after the last valid token.
     include_anchor=True is the chain of a decoding round: the anchor at position `lengths` is
     committed but not yet run, so it becomes a node, and so does y_W, whose hidden state gives the
-    bonus distribution p_{W+1}.
-    """
+    bonus distribution p_{W+1}."""
     B, A, K, W = branches.shape
     if tokens.dim() != 2 or anchors.shape != (B, A) or lengths.shape != (B,):
         shapes = [tuple(t.shape) for t in (tokens, lengths, anchors, branches)]
         raise ValueError(f"shapes {shapes} do not fit (B,T), (B,), (B,A), (B,A,K,W)")
     T = tokens.shape[1]
-    chains, ends, usable = _chains(tokens, anchors, branches, include_anchor)
+    chains, ends, needs_node = _chains(tokens, anchors, branches, include_anchor)
     if merge:
-        # a decoding round's chain follows the last token run: no trunk that it could repeat
+        # a decoding round's chain starts at the trunk's end: there is no trunk after it to repeat
         repeatable = torch.zeros_like(lengths) if include_anchor else lengths
-        chain_index, nodes = _merged_nodes(tokens, repeatable, chains, ends, usable)
+        chain_index, nodes = _merged_nodes(tokens, repeatable, chains, ends, needs_node)
     else:
-        chain_index, nodes = _private_nodes(chains, ends, usable, T)
-    chain_index = torch.where(usable, chain_index, -1)  # (B, R, E)
+        chain_index, nodes = _private_nodes(chains, ends, needs_node, T)
+    chain_index = torch.where(needs_node, chain_index, -1)  # (B, R, E)
     if not nodes["tokens"].shape[1]:  # one node of padding keeps all shapes ordinary
         padding = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         nodes = {name: nodes[name].new_full((B, 1), fill) for name, fill in padding.items()}
@@ -224,8 +221,8 @@ def build_tree(
 
 
 def _chains(tokens, anchors, branches, include_anchor: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The R = A*K chains of tokens that need nodes: tokens (B,R,E), the trunk position (B,R) that
-    each one follows, and which tokens really need a node (B,R,E)."""
+    """The R = A*K chains of tokens that may need a node: tokens (B,R,E), the trunk position (B,R)
+    that each chain follows, and which tokens do need one (B,R,E)."""
     B, A, K, W = branches.shape
     rows = branches.reshape(B, A * K, W)
     present = (anchors >= 0).repeat_interleave(K, 1)[..., None]  # (B, R, 1)
@@ -238,22 +235,22 @@ def _chains(tokens, anchors, branches, include_anchor: bool) -> tuple[Tensor, Te
     if not chains.shape[-1]:
         return chains, ends, chains >= 0
     # y_k needs a node only where p_{k+1} is wanted, that is where y_{k+1} is valid
-    usable = present & (chains >= 0).cummin(-1).values & (rows[..., 1:] >= 0)
-    return chains, ends, usable
+    needs_node = present & (chains >= 0).cummin(-1).values & (rows[..., 1:] >= 0)
+    return chains, ends, needs_node
 
 
-def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tuple[Tensor, dict]:
+def _private_nodes(chains: Tensor, ends: Tensor, needs_node: Tensor, T: int) -> tuple[Tensor, dict]:
     """One node per chain token -> packed indices (B,R,E), and the nodes' fields (B,R*E)."""
     B, R, E = chains.shape
     depth = torch.arange(E, device=chains.device)
     index = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
     parents = torch.where(depth == 0, ends[..., None], index - 1)
     nodes = dict(
-        tokens=torch.where(usable, chains, 0),
-        parents=torch.where(usable, parents, -1),
-        positions=torch.where(usable, ends[..., None] + 1 + depth, 0),
-        trunk_ends=torch.where(usable, ends[..., None].expand(B, R, E), -1),
-        valid=usable,
+        tokens=torch.where(needs_node, chains, 0),
+        parents=torch.where(needs_node, parents, -1),
+        positions=torch.where(needs_node, ends[..., None] + 1 + depth, 0),
+        trunk_ends=torch.where(needs_node, ends[..., None].expand(B, R, E), -1),
+        valid=needs_node,
     )
     return index, {name: values.reshape(B, R * E) for name, values in nodes.items()}
 
@@ -261,34 +258,33 @@ def _private_nodes(chains: Tensor, ends: Tensor, usable: Tensor, T: int) -> tupl
 # ------------------------------------------------------------------------------------------ merging
 
 
-def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
+def _merged_nodes(tokens, lengths, chains, ends, needs_node) -> tuple[Tensor, dict]:
     """Build the trie by sorting -> packed indices (B,R,E), and the nodes' fields (B,N).
 
     Rows that begin alike are neighbours once they are sorted. So a node is new exactly where a
-    sorted row first differs from the row before it. One sort per column, no Python trie.
-    """
+    sorted row first differs from the row before it. One sort per column, no Python trie."""
     B, R, E = chains.shape
     T = tokens.shape[1]
     depth = torch.arange(E, device=chains.device)
     trunk_slots = ends[..., None] + 1 + depth  # (B, R, E) where a token would lie on the trunk
-    run = _length_on_trunk(tokens, lengths, chains, trunk_slots, usable)  # (B, R)
+    run = _length_on_trunk(tokens, lengths, chains, trunk_slots, needs_node)  # (B, R)
     leaves = ends + run  # the trunk position at which a chain leaves the trunk
-    off_trunk = _without_first(chains, usable, run)  # (B, R, E), -1 behind a chain's end
+    off_trunk = _without_first(chains, needs_node, run)  # (B, R, E), -1 after a chain's end
 
     columns = torch.cat([leaves[..., None], off_trunk], -1)  # (B, R, 1+E)
     order = _lexicographic_order(columns)
     ordered = columns.gather(1, order[..., None].expand_as(columns))
     differs = torch.ones_like(ordered, dtype=torch.bool)
     differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    fresh = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E) new nodes
+    is_new = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E) new nodes
 
-    counts = fresh.flatten(1).sum(1, keepdim=True)  # (B, 1)
-    N = int(counts.max()) if fresh.numel() else 0
-    number = (fresh.flatten(1).cumsum(1) - 1).view(B, R, E)
-    node_of = torch.where(fresh, number, -1).cummax(1).values  # of each sorted row and depth
+    counts = is_new.flatten(1).sum(1, keepdim=True)  # (B, 1)
+    N = int(counts.max()) if is_new.numel() else 0
+    number = (is_new.flatten(1).cumsum(1) - 1).view(B, R, E)
+    node_of = torch.where(is_new, number, -1).cummax(1).values  # of each sorted row and depth
     ordered_leaves = ordered[..., :1].expand(B, R, E)
     parents = torch.cat([ordered_leaves[..., :1], T + node_of[..., :-1]], -1)[..., :E]
-    column = torch.where(fresh, number, N).flatten(1)  # column N is cut off
+    column = torch.where(is_new, number, N).flatten(1)  # column N is cut off
 
     def per_node(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N)
         out = values.new_full((B, N + 1), fill)
@@ -308,22 +304,22 @@ def _merged_nodes(tokens, lengths, chains, ends, usable) -> tuple[Tensor, dict]:
     return torch.where(depth < run[..., None], trunk_slots, T + node_of), nodes
 
 
-def _length_on_trunk(tokens, lengths, chains, trunk_slots, usable) -> Tensor:
+def _length_on_trunk(tokens, lengths, chains, trunk_slots, needs_node) -> Tensor:
     """How many tokens at the beginning of each chain repeat the trunk: (B,R)."""
     B, R, E = chains.shape
     T = tokens.shape[1]
     there = tokens.gather(1, trunk_slots.clamp(0, T - 1).flatten(1)).view(B, R, E)
-    repeats = (there == chains) & usable & (trunk_slots < lengths.clamp(max=T)[:, None, None])
+    repeats = (there == chains) & needs_node & (trunk_slots < lengths.clamp(max=T)[:, None, None])
     return repeats.cumprod(-1).sum(-1)
 
 
-def _without_first(chains: Tensor, usable: Tensor, run: Tensor) -> Tensor:
-    """chains (B,R,E) without their first run (B,R) tokens, moved to depth 0; -1 behind the end."""
+def _without_first(chains: Tensor, needs_node: Tensor, run: Tensor) -> Tensor:
+    """chains (B,R,E) without their first run (B,R) tokens, moved to depth 0; -1 after the end."""
     E = chains.shape[-1]
     source = run[..., None] + torch.arange(E, device=chains.device)
     inside = source < E
     source = source.clamp(max=max(E - 1, 0))
-    return torch.where(inside & usable.gather(2, source), chains.gather(2, source), -1)
+    return torch.where(inside & needs_node.gather(2, source), chains.gather(2, source), -1)
 
 
 def _lexicographic_order(columns: Tensor) -> Tensor:
@@ -336,11 +332,10 @@ def _lexicographic_order(columns: Tensor) -> Tensor:
 
 
 def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Group nodes (B,N), sorted by trunk end, by it -> roots (B,P), groups (B,P,m).
+    """Group nodes (B,N), in the order of their trunk ends, by these -> roots (B,P), groups (B,P,m).
 
     The work on a group grows with the square of m. So a group of more than MAX_GROUP nodes is cut
-    where a subtree begins; `top` marks the nodes right behind the trunk.
-    """
+    where a subtree begins; `top` marks the nodes right after the trunk."""
     B, N = trunk_ends.shape
     index = torch.arange(N, device=valid.device).expand(B, N)
     first = valid.clone()  # the first node of a group

@@ -26,13 +26,13 @@ def describe(target: Target, tokenizer: Tokenizer) -> None:
     kinds = f"{config.num_hidden_layers - num_linear} of {ATTENTION[config.model_type]}"
     heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads"
     tied = "tied" if config.tie_word_embeddings else "untied"
-    streams = f", {config.num_streams} residual streams" if config.streams else ""
+    streams = f", {config.num_streams} residual streams" if config.has_streams else ""
     print(f"family      {config.model_type}, width {config.hidden_size}, {tied} head{streams}")
     print(f"layers      {config.num_hidden_layers}: {kinds}, {heads} of {config.head_dim}")
     if num_linear:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         print(f"            {num_linear} of gated delta net, {values} value and {keys} key heads")
-    if config.streams:
+    if config.has_streams:
         experts = f"{config.num_experts_per_tok} of {config.num_experts} experts and a shared one"
         print(f"            {experts}; n-gram layers {list(config.ple_layer_ids)}")
     parameters = {id(p): p for p in target.parameters()}.values()  # a tied head once

@@ -97,6 +97,6 @@ def _shared_message(message: dict) -> dict:
 
 
 def first_turn(messages: list[dict]) -> list[dict]:
-    """Return the first user's turn and what stands before it, a system message if any."""
+    """Return the messages up to and including the first user turn; without one, the first."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return messages[: users[0] + 1] if users else messages[:1]

@@ -3,8 +3,8 @@
 Public files spell the same model in several ways: the text part nested under text_config or flat,
 the rotary embedding as a block or as fields, layer kinds listed or by an interval. `model_fields`
 reads all of them into one dictionary of model.ModelConfig's fields, which keep Hugging Face's
-names; `config_json` writes them back. Unknown keys are harmless; a key that changes the arithmetic
-and is not implemented is an error that names it.
+names; `config_json` writes them back. Keys that are not listed in this file are ignored; a listed
+key with a value that is not implemented is an error that names it.
 
     pytest tests/hf/test_config.py
 """
@@ -36,7 +36,7 @@ STREAM_FIELDS = """
     make_ngram_vocab_size_divisible_by seed split_ngram_parts eos_token_id
 """.split()
 HYBRID_FIELDS = COMMON_FIELDS + LINEAR_FIELDS
-FAMILY_FIELDS = {  # all fields that a family's file has
+FAMILY_FIELDS = {  # the fields of ModelConfig that each family's file gives
     "llama": COMMON_FIELDS,
     "qwen3": COMMON_FIELDS,
     "qwen3_5_text": HYBRID_FIELDS,

@@ -1,9 +1,9 @@
 """A drafter's config.json: which fields make it a drafter, and which describe its layers.
 
-Engines load drafters in a few dialects. The fields of DFlash, DFlash 2 and one form of DSpark stand
-in a block `dflash_config`, those of DSpark's other form at the top level. Both places are read, and
-a field that has two different values is an error. A config is written in the dialect that it was
-read in. Dictionaries only: the dataclass `DrafterConfig` stands in drafter.py.
+Engines load drafters in two forms. The fields of DFlash, DFlash 2 and one architecture of DSpark
+stand in a block `dflash_config`, those of DSpark's other architecture at the top level. Both places
+are read, and a field that has two different values is an error. A config is written in the form of
+its architecture. Dictionaries only: the dataclass `DrafterConfig` stands in drafter.py.
 
     pytest tests/hf/test_drafters.py
 """
@@ -20,7 +20,7 @@ ARCHITECTURES = {  # kind: architecture of a fresh drafter
     "dspark": "Qwen3DSparkModel",
 }
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-SELECTOR_FIELDS = "conv_kernel_size conv_group_size selector_rank selector_top_k".split()
+DFLASH2_FIELDS = "conv_kernel_size conv_group_size selector_rank selector_top_k".split()
 SCALES = {  # name: the value that changes nothing
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
@@ -29,12 +29,12 @@ SCALES = {  # name: the value that changes nothing
 SPARK_FIELDS = """
     markov_rank markov_head_type enable_confidence_head confidence_head_with_markov num_anchors
 """.split()
-FIELDS_OF_KIND = {"dflash": [], "dflash2": [*SELECTOR_FIELDS, *SCALES], "dspark": SPARK_FIELDS}
+FIELDS_OF_KIND = {"dflash": [], "dflash2": [*DFLASH2_FIELDS, *SCALES], "dspark": SPARK_FIELDS}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
-    """Read a drafter's config.json in either dialect. Return the fields of `DrafterConfig` without
+    """Read a drafter's config.json in either form. Return the fields of `DrafterConfig` without
     `layers`, and the dictionary to be read as the `ModelConfig` of those layers."""
     drafters_own = ("layer_types", "use_sliding_window", *SCALES)
     layer_dict = {k: v for k, v in config_dict.items() if k not in drafters_own}
@@ -45,12 +45,12 @@ def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
 
 
 def config_json(fields: dict, layer_json: dict) -> dict:
-    """Return the config.json of a drafter, in the dialect of its architecture. `fields` are those
+    """Return the config.json of a drafter, in the form of its architecture. `fields` are those
     of its DrafterConfig, `layer_json` is the config.json of its layers."""
     kind = KINDS[fields["architecture"]]
     block = {"mask_token_id": fields["mask_token_id"]}
     block["target_layer_ids"] = list(fields["target_layer_ids"])
-    unwritten = SCALES | {"num_anchors": 0}  # values that say nothing
+    unwritten = SCALES | {"num_anchors": 0}  # defaults, which are not written
     for name in FIELDS_OF_KIND[kind]:
         if fields[name] != unwritten.get(name):
             block[name] = fields[name]

@@ -40,8 +40,8 @@ def open_tensors(path):
 
 
 def model_folder(name: str) -> Path:
-    """Return a folder's path. The name of a hub's repository is fetched, if huggingface_hub is
-    installed."""
+    """Return the path of a folder. If the name is that of a repository on a hub, the repository is
+    fetched first; this needs huggingface_hub."""
     if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
         return Path(name)
     problem = f"{name} is no folder here"

@@ -5,8 +5,8 @@ parts, weights in FP8 with a scale per block, names with another prefix. A *layo
 stored tensor which of the module's tensors it is, or which region of one. `load_weights` then
 assembles the module's tensors one by one, each straight on its device and in its dtype.
 
-Nothing is passed over: every tensor of the module must be there, whole, finite and of its shape,
-and every stored tensor must be used or skipped by a named rule.
+Every tensor of the module must be in the folder (but a tied head, and the scale of a table without
+FP8), complete, finite and of the right shape. Every stored tensor must be used, or match `SKIPPED`.
 
     pytest tests/hf/test_tensors.py tests/hf/test_layouts.py
 """

@@ -45,8 +45,8 @@ class Tokenizer:
         return set(range(self.num_tokens)) - set(self.special.values())
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return a text's ids. Special tokens spelled out in the text become their ids (of two, the
-        longer one), unless special=False."""
+        """Return a text's ids. Special tokens spelled out in the text become their ids (where two
+        begin alike, the longer one), unless special=False."""
         pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
         ids = []
         for part in re.split(f"({pattern})", text) if special and pattern else [text]:
@@ -72,9 +72,9 @@ class Tokenizer:
         return render(self.template, messages, add_generation_prompt, self.names | options)
 
     def supervised(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
-        """Return a conversation's ids, and True for those of the assistant's turns: what stands in
-        the text with the turn and not without it. A turn that the template renders otherwise once
-        more follows (dropped thinking) is left unsupervised. None at all is an error."""
+        """Return a conversation's ids, and True for those of the assistant's turns without
+        their headers. A turn that the template renders differently when other turns follow it (it
+        drops thinking) is not supervised. If no turn is left, that is an error."""
         whole = self.chat(messages, False)
         cuts = [0]  # of the text; every second piece is a turn of the assistant
         for i, message in enumerate(messages):
@@ -190,7 +190,7 @@ def _pattern(file: dict, source: Path) -> str:
         if kinds == ["Split", "ByteLevel"] and not use_regex:
             regex = first.get("pattern", {}).get("Regex")
             if regex and first.get("behavior") == "Isolated" and not first.get("invert"):
-                return f"{regex}|(?:(?!{regex})[\\s\\S])+"  # what it leaves out stays too
+                return f"{regex}|(?:(?!{regex})[\\s\\S])+"  # other text is a piece, too
     raise ValueError(f"{source}: pre_tokenizer {kinds} is not implemented in this form")
 
 
@@ -199,7 +199,7 @@ def _read_if_there(path: Path) -> dict:
 
 
 def _stop_and_pad_ids(folder: Path) -> tuple[tuple[int, ...], int]:
-    """Read them from config.json and generation_config.json; the latter wins."""
+    """Read the ids from config.json and generation_config.json; the latter wins."""
     config = _read_if_there(folder / "config.json")
     config |= _read_if_there(folder / "generation_config.json")
     stop = config.get("eos_token_id")

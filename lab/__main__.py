@@ -23,28 +23,13 @@ COMMANDS = (
 )
 
 
-def listing() -> str:
-    """One line for each command: the first line of its docstring."""
-    lines = ["python -m lab NAME [flags]     (NAME --help explains one)", ""]
-    for name in COMMANDS:
-        title = importlib.import_module(f"lab.{name}").__doc__.splitlines()[0]
-        lines.append(f"  {name:12s}{title}")
-    return "\n".join(lines)
-
-
-def record(path: Path, name: str, figures: dict, config) -> None:
-    """Add a command's figures to a summary, beside those of other commands and of other studies."""
-    summary = read_json(path) if path.is_file() else {}
-    if name == "claims":
-        figures = summary.get(name, {}) | figures
-    summary[name] = figures | {"config": dataclasses.asdict(config)}
-    write_json(path, summary)
-
-
 def main():
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print(listing())
+        print("python -m lab NAME [flags]     (NAME --help explains one)\n")
+        for name in COMMANDS:
+            title = importlib.import_module(f"lab.{name}").__doc__.splitlines()[0]
+            print(f"  {name:12s}{title}")
         return
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -55,7 +40,12 @@ def main():
     config = parse_flags(command.Config, command.__doc__, sys.argv[2:], name=title)
     figures = command.run(config)
     if figures is not None:
-        record(Path(config.out) / "summary.json", name, figures, config)
+        path = Path(config.out) / "summary.json"
+        summary = read_json(path) if path.is_file() else {}  # of other commands, too
+        if name == "claims":  # and of other studies
+            figures = summary.get(name, {}) | figures
+        summary[name] = figures | {"config": dataclasses.asdict(config)}
+        write_json(path, summary)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from target import Target
 
 @dataclass(frozen=True)
 class LabConfig:
-    """Flags of every measuring command."""
-
     target: str = flag("", "a target's folder")
     out: str = flag("runs/lab", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
@@ -35,7 +33,6 @@ class LabConfig:
 
 
 def require(config, *names: str) -> None:
-    """Stop unless these flags are set."""
     missing = [option_name(name) for name in names if not getattr(config, name)]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be set (train.py writes the folders)")
@@ -65,7 +62,7 @@ def open_drafters(config) -> tuple[Target, dict[str, Drafter]]:
 
 
 def held_out_prompts(config, count: int) -> list[list[int]]:
-    """`count` prompts of --prompt-length tokens from the held-out files of the corpus."""
+    """Prompts of --prompt-length tokens from the held-out files of the corpus."""
     how = (load_tokenizer(config.target), count, config.prompt_length, config.seed + 1)
     return draw_prompts(load_corpus().held_out, *how)
 
@@ -80,8 +77,7 @@ def long_text(config, target: Target, length: int) -> Tensor:
         limit = f"--prompt-length {config.prompt_length}"
         raise ValueError(f"--trunk-length {length} must exceed {limit}")
     prompts = held_out_prompts(config, 1)
-    how = (length - config.prompt_length, PLAIN, config.seed)
-    (result,) = generate(target, None, prompts, *how)
+    (result,) = generate(target, None, prompts, length - config.prompt_length, PLAIN, config.seed)
     return torch.tensor([prompts[0] + result.tokens], device=config.device)
 
 
@@ -103,9 +99,9 @@ def timed(function, *arguments, **options) -> tuple:
     return result, time.perf_counter() - begin
 
 
-def median_time(function, repeats: int, patience: float = float("inf")) -> dict:
-    """Median, lowest and highest seconds of function() over its repeats, after one warm-up.
-    Repeats end once all calls took `patience` seconds; a warm-up that takes so long counts."""
+def median_time(function, repeats: int, patience: float = 30.0) -> dict:
+    """Median, lowest and highest seconds of function() over its repeats, after a warm-up. Repeats
+    end once all calls took `patience` seconds; a warm-up that takes so long is the measurement."""
     times = []
     while len(times) <= repeats and sum(times) <= patience:
         times.append(timed(function)[1])
@@ -121,7 +117,6 @@ class StageClock:
         self.begin = time.perf_counter()
 
     def __call__(self, stage: str, function, *arguments, **options):
-        """Time one call of a function."""
         result, seconds = timed(function, *arguments, **options)
         self.seconds[stage] += seconds
         return result
@@ -138,7 +133,6 @@ class StageClock:
                 delattr(owner, method)  # the class's method is seen again
 
     def shares(self) -> dict[str, float]:
-        """Each stage's share of the time that has passed."""
         passed = time.perf_counter() - self.begin
         return {stage: seconds / passed for stage, seconds in self.seconds.items()}
 

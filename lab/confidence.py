@@ -1,16 +1,15 @@
 """How many drafts to verify: a drafter that is unsure lets the target score less.
 
 A confidence head gives c_k, the probability that draft k is accepted if those before it were; the
-product c_1 ... c_k is the probability that it counts. Two rules choose the drafts to verify:
+product c_1 ... c_k, its survival, is the probability that it is committed. Two rules choose drafts:
 
-    threshold    up to the first draft with c_k below it
-    throughput   over the whole batch in order of survival, while the expected tokens per second,
-                 (rows + sum of survivals) / seconds of such a round, rise, up to the first drop
+    threshold    the drafts before the first whose c_k is below the threshold
+    throughput   the whole batch's drafts in order of survival, as long as each raises the expected
+                 tokens per second, (rows + sum of survivals) / seconds of such a round
 
 The second is the rule of an engine that packs its rows; here a batch is padded to its longest row.
-Both keep the text's distribution exactly the target's, because c_k depends on y_1..y_{k-1} alone,
-not on y_k or what is drawn after it. One temperature per position, fitted in order on held-out
-rounds (sequential temperature scaling), calibrates c_k.
+Both keep the text's distribution exactly the target's, because c_k depends on y_1..y_{k-1} alone.
+One temperature per position, fitted in order (sequential temperature scaling), calibrates c_k.
 
     python -m lab confidence --target FOLDER --drafter FOLDER     calibrate, profile, compare
     pytest tests/lab/test_confidence.py
@@ -51,9 +50,8 @@ def confidence(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
 
 
 def by_threshold(logits: Tensor, threshold: float, temperatures: Tensor | None = None) -> Tensor:
-    """Verify up to the first draft whose confidence is below the threshold: logits (B,W) -> (B,)"""
-    is_sure = confidence(logits, temperatures) >= threshold
-    return is_sure.long().cumprod(-1).sum(-1)
+    """Count the drafts before the first whose c_k is below the threshold: logits (B,W) -> (B,)."""
+    return (confidence(logits, temperatures) >= threshold).long().cumprod(-1).sum(-1)
 
 
 def by_throughput(logits: Tensor, seconds: Tensor, temperatures: Tensor | None = None) -> Tensor:
@@ -96,8 +94,7 @@ def observe_rounds(target, drafter, measure: Measure, temperature: float) -> tup
 
 
 def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
-    """Logits (R,W) and accepted drafts (R,) of R rounds -> a temperature per position (W,), each
-    the likeliest for the rounds that came so far."""
+    """Fit a temperature (W,) per position to the rounds that reached it; logits (R,W)."""
     grid = torch.logspace(-1.5, 1.5, 241, dtype=torch.double)
     temperatures = torch.ones(logits.shape[1])
     for k in range(logits.shape[1]):
@@ -111,8 +108,8 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
 
 
 def reliability(confidences: Tensor, accepted: Tensor) -> tuple[float, list]:
-    """The expected calibration error of survival: the mean gap between predicted and seen survival
-    over ten bins, weighted by their size; and (predicted, seen, count) of each bin."""
+    """The mean gap between predicted and seen survival over ten bins, weighted by their size (the
+    expected calibration error), and (predicted, seen, count) of each bin."""
     predicted = confidences.cumprod(-1).flatten().double()
     seen = (accepted[:, None] > torch.arange(confidences.shape[1])).flatten().double()
     bins = (predicted * 10).long().clamp(max=9)
@@ -125,8 +122,7 @@ def reliability(confidences: Tensor, accepted: Tensor) -> tuple[float, list]:
 
 
 def profile_rounds(target, drafter, measure: Measure, num_rows: int) -> Tensor:
-    """Seconds (W+1,) of a whole round in which each row verifies 0, 1, ... W drafts: the fastest of
-    real rounds, made monotonous."""
+    """Lowest seconds (W+1,) of rounds whose rows verify 0, 1, ... W drafts, made non-decreasing."""
     seconds, times = [], []
     prompts = (measure.prompts * (1 + num_rows // len(measure.prompts)))[:num_rows]
 
@@ -146,29 +142,14 @@ def profile_rounds(target, drafter, measure: Measure, num_rows: int) -> Tensor:
     return torch.tensor(seconds).cummax(0).values
 
 
-def calibrate(target, drafter, first: Measure, second: Measure, temperature: float) -> tuple:
-    """Temperatures fitted on the first prompts, and how reliable they are on the second."""
-    logits, accepted = observe_rounds(target, drafter, first, temperature)
-    temperatures = fit_temperatures(logits, accepted)
-    divisors = [round(t, 2) for t in temperatures.tolist()]
-    print(f"{len(accepted)} rounds at temperature {temperature:g}")
-    print(f"each position's confidence logit is divided by {divisors}")
-    logits, accepted = observe_rounds(target, drafter, second, temperature)
-    gaps = {}
-    for name, divisors in (("raw", None), ("calibrated", temperatures)):
-        gaps[name], rows = reliability(confidence(logits, divisors), accepted)
-        print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
-        print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in rows))
-    return temperatures, gaps
-
-
 def compare(target, drafter, measure: Measure, temperature: float, rules: dict, size: int) -> dict:
     """AL, tokens verified a round and speed by each rule, `size` prompts at once."""
-    how = (measure.max_new_tokens, Sampling(temperature), measure.seed, measure.stop_ids)
+    sampling = Sampling(temperature)
+    how = (measure.max_new_tokens, sampling, measure.seed, measure.stop_ids)
     figures = {}
     for name, rule in rules.items():
         options = {"batch_size": size, "choose": rule}
-        evaluate(target, drafter, measure.prompts[:size], 8, Sampling(temperature), **options)
+        evaluate(target, drafter, measure.prompts[:size], 8, sampling, **options)  # warms up
         results = evaluate(target, drafter, measure.prompts, *how, **options)
         nodes = (results.nodes.sum() / results.rounds.sum()).item()
         speed = results.tokens_per_s
@@ -182,12 +163,19 @@ def run(config: Config) -> dict:
     if not drafter.has_confidence:
         raise ValueError(f"{config.drafter} has no confidence head (DSpark drafters have one)")
     tokenizer = load_tokenizer(config.target)
-    half, temperature = config.num_prompts, config.temperature
+    half = config.num_prompts
     how = (2 * half, config.prompt_length, config.seed + 2)
     prompts = draw_prompts(load_corpus().held_out, tokenizer, *how)
     how = (config.max_new_tokens, tokenizer.stop_ids, config.seed)
     first, second = Measure(prompts[:half], *how), Measure(prompts[half:], *how)
-    temperatures, gaps = calibrate(target, drafter, first, second, temperature)
+    temperatures = fit_temperatures(*observe_rounds(target, drafter, first, config.temperature))
+    print(f"confidence logits are divided by {[round(t, 2) for t in temperatures.tolist()]}")
+    logits, accepted = observe_rounds(target, drafter, second, config.temperature)
+    gaps = {}
+    for name, divisors in (("raw", None), ("calibrated", temperatures)):
+        gaps[name], bins = reliability(confidence(logits, divisors), accepted)
+        print(f"{name}: predicted and seen survival differ by {gaps[name]:.4f} on other rounds")
+        print("  " + "  ".join(f"{p:.2f}:{s:.2f} ({n})" for p, s, n in bins))
     fixed = partial(by_threshold, threshold=config.threshold, temperatures=temperatures)
     profiles, rows = {}, {}
     for size in config.batch_sizes:
@@ -198,6 +186,6 @@ def run(config: Config) -> dict:
         print(" batch rule          AL  verified a round   tokens/s")
         by_rate = partial(by_throughput, seconds=seconds, temperatures=temperatures)
         rules = {"all": None, "threshold": fixed, "throughput": by_rate}
-        rows[str(size)] = compare(target, drafter, second, temperature, rules, size)
+        rows[str(size)] = compare(target, drafter, second, config.temperature, rules, size)
     figures = {"temperatures": temperatures.tolist(), "gaps": gaps}
     return figures | {"seconds": profiles, "rules": rows}

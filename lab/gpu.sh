@@ -1,6 +1,6 @@
-# Show what only a GPU can show, in under ten minutes: sh lab/gpu.sh [OUT]
+# Show what only a GPU can show: sh lab/gpu.sh [OUT]
 # Packed = alone in bfloat16, the small story, SpecOPD against rollouts on random targets of 1.2 and
-# 1.6 G numbers (their speed is a trained one's, their acceptance length is not), and training with
+# 1.6 G parameters (their speed is a trained one's, their acceptance length is not), and training with
 # and without bfloat16 and recomputation. Not yet run: no GPU was at hand.
 set -eu
 out=${1:-runs/gpu}
@@ -31,10 +31,8 @@ PYTHON
 for arch in gqa gdn; do
     pair="--target $out/$arch --drafter $out/$arch-drafter --device cuda --repeats 3"
     python -m lab tree $pair --trunk-length 2048 --num-anchors 64 --out "$out/lab-$arch"
-    for command in throughput activity; do
-        python -m lab $command $pair --trunk-length 512 --num-anchors 64 --num-branches 1 2 4 \
-            --out "$out/lab-$arch"
-    done
+    python -m lab throughput $pair --trunk-length 512 --num-anchors 64 --num-branches 1 2 4 \
+        --out "$out/lab-$arch"
 done
 for more in "" "--precision bfloat16" "--recompute"; do
     python train.py --mode specopd --device cuda --target "$out/gqa" --drafter "$out/gqa-drafter" \

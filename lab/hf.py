@@ -24,30 +24,27 @@ class Config(LabConfig):
     repeats: int = flag(7, "timed repeats", low=1)
 
 
-def open_transformers(config: Config, dtype):
+@torch.inference_mode()
+def run(config: Config) -> dict:
+    require(config, "target")
     try:
         import transformers
     except ImportError:
         raise ValueError("python -m lab hf needs transformers: pip install transformers") from None
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
-    model.generation_config.eos_token_id = None
-    return model.to(config.device)
-
-
-@torch.inference_mode()
-def run(config: Config) -> dict:
-    require(config, "target")
     ours = open_target(config)
     dtype = ours.lm_head.weight.dtype
-    theirs = open_transformers(config, dtype)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
+    theirs.generation_config.eos_token_id = None
+    theirs.to(config.device)
     generator = torch.Generator().manual_seed(config.seed)
 
     def random_ids(B: int, T: int):
         ids = torch.randint(0, ours.num_tokens, (B, T), generator=generator)
         return ids.to(config.device)
 
-    num_new, T = config.max_new_tokens, config.trunk_length
+    T = config.trunk_length
+    num_new = config.max_new_tokens
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
     pairs = {}  # {title: (tokens, our function, theirs)}
     for B, name in ((1, "decode, 1 row"), (8, "decode, 8 rows")):
@@ -64,8 +61,8 @@ def run(config: Config) -> dict:
 
     theirs_prefill = partial(theirs, text, use_cache=True, logits_to_keep=1)
     pairs[f"prefill of {T:,}"] = (T, prefill, theirs_prefill)
-    threads = torch.get_num_threads()
-    print(f"{dtype}, {threads} threads; tokens/s, best of {config.repeats} [median]")
+    machine = f"{config.device}, {torch.get_num_threads()} threads"
+    print(f"{dtype}, {machine}; tokens/s, best of {config.repeats} [median]")
     figures = {"dtype": str(dtype)}
     for name, (num_tokens, *pair) in pairs.items():
         seconds = [[timed(function)[1] for function in pair] for _ in range(config.repeats + 1)]

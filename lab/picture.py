@@ -1,7 +1,7 @@
 """The proposal tree of tree.py's lesson and its mask, drawn for the README.
 
-Ten trunk tokens and three branches of four, merged. Left: every token under its position, and the
-route of each branch through the tree. Right: what each node sees of the trunk and of other nodes.
+Left: every token under its position, and the route of each branch through the tree. Right: what
+each node sees of the trunk and of other nodes.
 
     python -m lab picture          -> docs/pictures/tree.png
 """
@@ -24,11 +24,8 @@ class Config:
 
 
 def layout(tree, branches) -> tuple[list, list]:
-    """Where tokens stand, as (x, y, token): nodes, then the last token of each branch, which needs
-    no node. And the route of each branch, as packed indices.
-
-    A token's first child stays in its row, every other child begins a row of its own.
-    """
+    """Where nodes and the last token of each branch stand, as (x, y, token), and the route of each
+    branch, as packed indices. A token's first child stays in its row, others begin a row."""
     T, W = tree.num_trunk_slots, branches.shape[-1]
     slots = tree.p_index[0, :, 0, :W]  # (A, W) the packed indices that give p_1..p_W
     parents = torch.cat([tree.parents[0], slots[:, -1]]).tolist()
@@ -41,8 +38,8 @@ def layout(tree, branches) -> tuple[list, list]:
         with_child.add(parent)
     # the branches that leave last stand nearest to the trunk, so that no lines cross
     rows = [max(rows) + 1 - row for row in rows]
-    num_slots = T + len(tree.tokens[0])
-    routes = [[*route, num_slots + number] for number, route in enumerate(slots.tolist())]
+    last = T + tree.num_nodes
+    routes = [[*route, last + number] for number, route in enumerate(slots.tolist())]
     return list(zip(positions, rows, tokens)), routes
 
 
@@ -54,8 +51,7 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
     for number, (route, colour) in enumerate(zip(routes, COLOURS)):
         shift = 0.09 * (number - 1)  # branches that share nodes run side by side
         xs, ys = zip(*((dots[slot][0], dots[slot][1] + shift) for slot in route))
-        drafted = " ".join(map(str, branches[0, number, 0].tolist()))
-        label = f"at {anchors[0, number].item()}: {drafted}"
+        label = f"at {anchors[0, number]}: {' '.join(map(str, branches[0, number, 0].tolist()))}"
         axis.plot(xs, ys, color=colour, linewidth=2.2, zorder=2, label=label)
     for number, (x, y, token) in enumerate(dots):
         style = {"facecolor": "#e6e6e6" if number < T else "white", "edgecolor": "#333333"}

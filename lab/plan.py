@@ -1,8 +1,8 @@
 """The memory that a training run needs on every GPU, by purpose, from shapes alone.
 
 The target is built on the meta device, from a config.json or one of sizes.json. Weights, optimizer
-and trunks are exact. Estimates, marked ~, are what lives for a moment: a tree with no node merged
-or cut short, activations, masks, logits, gathered layers.
+and trunks are exact. Temporary tensors are estimated and marked ~: a tree with no node merged or
+cut short, activations, masks, logits, gathered layers.
 
     python -m lab plan --target 27B --drafter-kind dflash2 --draft-layers 5 --batch-size 16
     pytest tests/lab/test_plan.py
@@ -27,7 +27,7 @@ from target import PREFILL_TOKENS, Target
 from train import TrainConfig, objective_of
 
 GIB = 2**30
-HALF = 2  # bytes of a number in bfloat16, the target's type
+BF16_BYTES = 2  # bytes of a number in bfloat16, the target's type
 LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
 USABLE = 0.9  # share of a GPU's memory that may be planned with
 ON_POLICY = ("specopd", "story")
@@ -35,8 +35,6 @@ ON_POLICY = ("specopd", "story")
 
 @dataclass(frozen=True)
 class Config(TrainConfig):
-    """The flags of train.py, and the GPU."""
-
     RUNS_ELSEWHERE = True  # --device need not be here
 
     out: str = flag("runs/plan", "folder for summary.json", group="the plan")
@@ -44,25 +42,20 @@ class Config(TrainConfig):
 
 
 def num_parameters(module) -> int:
-    """Numbers in a module, without n-gram tables, which stay on the host."""
+    """Parameters of a module, without n-gram tables, which stay on the host."""
     named = module.named_parameters()
     return sum(p.numel() for name, p in named if not name.endswith(TABLE))
 
 
-def num_table_entries(module) -> int:
-    """Numbers in a module's n-gram tables."""
-    return sum(p.numel() for p in module.parameters()) - num_parameters(module)
-
-
 def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=None) -> dict:
-    """Bytes of a trunk of T tokens by purpose; itemsize: of a number in the target's type;
-    spacing: tokens between recurrent states, by default the one that replay.py chooses."""
+    """Bytes of a trunk of T tokens by purpose. itemsize: of a number; spacing: tokens between
+    recurrent states, by default the one that replay.py chooses."""
     spacing = spacing or replay.checkpoint_spacing(c, itemsize)
     num_linear = sum(c.is_linear(layer) for layer in range(c.num_hidden_layers))
     num_attention = c.num_hidden_layers - num_linear
     keys_values = 2 * c.num_key_value_heads * c.head_dim
     linear = num_linear * replay.token_bytes(c, itemsize)
-    if c.streams:
+    if c.has_streams:
         keys_values += 2 * c.indexer_head_dim
         linear += len(c.ple_layer_ids) * (8 + c.num_streams * c.hidden_size * itemsize)
     num_states = T // spacing + 1  # the last one is kept, too
@@ -75,9 +68,9 @@ def trunk_bytes(c: ModelConfig, T: int, num_taps: int, itemsize: int, spacing=No
 
 
 def drafter_bytes(drafter: Drafter, config, num_gpus: int) -> dict[str, int]:
-    """Weights and gradients in float32, and what the optimizers remember."""
+    """Bytes of weights and gradients in float32, and of what the optimizers remember."""
     count = num_parameters(drafter)
-    remembered = Counter()  # numbers that each optimizer trains
+    remembered = Counter()  # parameters that each optimizer trains
     for optimizer in make_optimizers(drafter, config.matrix_lr, config.lr):
         for group in optimizer.param_groups:
             trained = sum(p.numel() for p in group["params"] if p.requires_grad)
@@ -100,21 +93,21 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     on_policy = config.mode in ON_POLICY
     num_nodes = A * K * (W - 1) if on_policy else 0
     wide = c.intermediate_size
-    if c.streams:
+    if c.has_streams:
         experts = c.num_experts_per_tok * c.moe_intermediate_size
         wide = experts + c.shared_expert_intermediate_size + c.num_streams * c.hidden_size
-    node = sum(trunk_bytes(c, 1, len(d.target_layer_ids), HALF).values())
-    node -= trunk_bytes(c, 1, 0, HALF)["recurrent states"]
-    # in one layer at a time: gathered, decayed, and the result
+    node = sum(trunk_bytes(c, 1, len(d.target_layer_ids), BF16_BYTES).values())
+    node -= trunk_bytes(c, 1, 0, BF16_BYTES)["recurrent states"]
+    # of one layer at a time: gathered, decayed, and the result
     states = 3 * replay.state_bytes(c) if c.hybrid and on_policy else 0
-    token_in_layer = (6 * c.hidden_size + 3 * wide) * HALF
+    token_in_layer = (6 * c.hidden_size + 3 * wide) * BF16_BYTES
     return {
         "~ tree: what it keeps": B * num_nodes * node,
         "~ tree: a layer at work": B * num_nodes * token_in_layer,
         "~ tree: states at anchors": B * A * states,
-        "~ tree: its mask": B * num_nodes * (T + num_nodes) * (1 + HALF),
+        "~ tree: its mask": B * num_nodes * (T + num_nodes) * (1 + BF16_BYTES),
         "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS) * token_in_layer,
-        "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * HALF,
+        "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * BF16_BYTES,
         "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGIT_COPIES,
         **graph_bytes(drafter, config, B, T),
     }
@@ -132,26 +125,26 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     """Estimates of what the drafter's layers keep for the backward pass, logits aside. In bfloat16
     residuals, norms and their inputs stay float32, and every matrix has a copy of its input."""
     d, A = drafter.config, config.num_anchors
-    half = config.precision == "bfloat16"
-    b, itemsize, num_taps = d.block_size, 2 if half else 4, len(d.target_layer_ids)
+    is_bfloat16 = config.precision == "bfloat16"
+    b, num_taps = d.block_size, len(d.target_layer_ids)
+    itemsize = 2 if is_bfloat16 else 4
     C, wide = d.layers.hidden_size, d.layers.intermediate_size
     num_layers = len(drafter.layers)
     queries = d.layers.num_attention_heads * d.layers.head_dim
     keys_values = 2 * d.layers.num_key_value_heads * d.layers.head_dim
     slot = 4 * (5 * C + 2 * queries + keys_values)  # bytes of a slot in a layer
-    slot += itemsize * (3 * queries + keys_values + 4 * wide + 3 * C * half)
+    slot += itemsize * (3 * queries + keys_values + 4 * wide + 3 * C * is_bfloat16)
     if d.kind == "dflash2":
         slot += 32 * d.conv_kernel_size * C  # its convolutions, in float32
     token = 8 * C + itemsize * num_taps * C  # bytes of a context token
-    token += num_layers * ((4 + 2 * itemsize) * keys_values + 4 * C * half)
+    token += num_layers * ((4 + 2 * itemsize) * keys_values + 4 * C * is_bfloat16)
     at_once = min(A, BLOCKS_AT_ONCE)
     num_parts = -(-A // BLOCKS_AT_ONCE)
     mask = at_once * b * (T + at_once * b) * num_parts
     mask *= 1 + itemsize * (1 if config.recompute else num_layers)
     slots = num_layers * 4 * C + slot if config.recompute else num_layers * slot
     # on a GPU a masked kernel reads keys and values once for every query head
-    columns = num_layers * (num_parts * T + A * b)
-    columns = T + at_once * b if config.recompute else columns
+    columns = T + at_once * b if config.recompute else num_layers * (num_parts * T + A * b)
     repeated = 2 * itemsize * queries * columns if 2 * queries > keys_values else 0
     return {
         "~ drafter: context": B * T * token,
@@ -166,14 +159,14 @@ def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sha
     T = config.prompt_length + config.response_length
     layers = [num_parameters(layer) for layer in target.model.layers]
     outside = num_parameters(target) - sum(layers)
-    weights = {"target's weights": HALF * num_parameters(target)}
+    weights = {"target's weights": BF16_BYTES * num_parameters(target)}
     if sharded:
         weights = {
-            "target's weights, a share": HALF * (outside + -(-sum(layers) // num_gpus)),
-            "~ three of its layers, gathered": 3 * HALF * max(layers),
+            "target's weights, a share": BF16_BYTES * (outside + -(-sum(layers) // num_gpus)),
+            "~ three of its layers, gathered": 3 * BF16_BYTES * max(layers),
         }
     num_taps = len(drafter.config.target_layer_ids)
-    one_trunk = trunk_bytes(target.config, T, num_taps, HALF)
+    one_trunk = trunk_bytes(target.config, T, num_taps, BF16_BYTES)
     trunks = {f"trunks: {name}": B * size for name, size in one_trunk.items() if size}
     of_all_references = config.num_references * sum(one_trunk.values())
     if of_all_references <= config.cache_gib * GIB:
@@ -181,8 +174,8 @@ def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sha
     moment = moment_bytes(drafter, config, B, T)
     num_waiting = config.batch_size // num_gpus - B  # with --grad-accum: drawn, not yet learned
     if num_waiting > 0:
-        rows = num_taps * T + num_p_rows(drafter, config)
-        moment["blocks of the other parts"] = num_waiting * target.config.hidden_size * HALF * rows
+        count = (num_taps * T + num_p_rows(drafter, config)) * target.config.hidden_size
+        moment["blocks of the other parts"] = num_waiting * count * BF16_BYTES
     return weights | drafter_bytes(drafter, config, num_gpus) | trunks | moment
 
 
@@ -208,8 +201,7 @@ def build_on_meta(config) -> tuple[Target, Drafter]:
 
 
 def largest_fit(target, drafter, config, num_gpus: int) -> dict:
-    """The plan of the most sequences at once that fit on every GPU, with the target whole if
-    possible; if not even one fits, its bytes."""
+    """How many sequences fit on each GPU, the target whole if possible; if 0, the bytes of one."""
     limit = USABLE * config.gpu_gib * GIB
     for sharded in (False, True) if num_gpus > 1 else (False,):
         best = None
@@ -224,8 +216,8 @@ def largest_fit(target, drafter, config, num_gpus: int) -> dict:
 
 
 def train_command(config, num_gpus: int, plan: dict) -> str:
-    """The command that trains as planned."""
-    B, share = plan["sequences"], config.batch_size // num_gpus
+    B = plan["sequences"]
+    share = config.batch_size // num_gpus
     parts = range(1, share + 1) if config.batch_size % num_gpus == 0 else ()
     grad_accum = next((n for n in parts if share % n == 0 and share // n <= B), 1)
     batch = min(B * num_gpus, config.num_references // num_gpus * num_gpus)
@@ -243,37 +235,31 @@ def train_command(config, num_gpus: int, plan: dict) -> str:
     return f"{start} train.py --device cuda --dtype bfloat16 {' '.join(flags)} ..."
 
 
-def print_plan(config, num_gpus: int, plan: dict) -> None:
-    title = f"{num_gpus} x {config.gpu_gib:g} GiB"
-    gib = f"{sum(plan['bytes'].values()) / GIB:.1f} GiB"
-    if not plan["fits"]:
-        print(f"\n{title}: does not fit: {gib} each for one sequence")
-        return
-    print(f"\n{title}: {plan['sequences']} sequences at once on each, {gib}")
-    for name, size in plan["bytes"].items():
-        print(f"  {name:30s} {size / GIB:8.2f} GiB")
-    print(f"  {train_command(config, num_gpus, plan)}")
-
-
 def run(config: Config) -> dict:
     if config.mode == "rollout":
-        raise ValueError(
-            "plan: a rollout has as many blocks as its decoding has rounds, which nobody knows "
-            "before; --mode specopd with as many --num-anchors is near"
-        )
+        unknown = "how many blocks a rollout has, nobody knows before"
+        raise ValueError(f"plan: {unknown}; --mode specopd with many --num-anchors is near")
     target, drafter = build_on_meta(config)
-    table = num_table_entries(target)
-    on_host = f", and a table of {table / 1e9:.1f} G that stays on the host" if table else ""
-    figures = {"target_numbers": num_parameters(target), "drafter_numbers": num_parameters(drafter)}
-    billions = [f"{count / 1e9:.2f} G numbers" for count in figures.values()]
-    print(
-        f"target {config.target}: {billions[0]} in bfloat16{on_host}\n"
-        f"drafter: {drafter.config.kind}, {len(drafter.layers)} layers, W = "
-        f"{drafter.config.num_draft_tokens}, {billions[1]} in float32; texts of "
-        f"{config.prompt_length} + {config.response_length} tokens, "
-        f"{config.num_anchors} anchors x {config.num_branches}"
-    )
+    figures = {"target_parameters": num_parameters(target)}
+    figures["drafter_parameters"] = num_parameters(drafter)
+    billions = [f"{count / 1e9:.2f} G parameters" for count in figures.values()]
+    table = sum(p.numel() for p in target.parameters()) - num_parameters(target)
+    on_host = f", and a table of {table / 1e9:.1f} G parameters on the host" if table else ""
+    print(f"target {config.target}: {billions[0]} in bfloat16{on_host}")
+    size = f"{len(drafter.layers)} layers, W = {drafter.config.num_draft_tokens}"
+    print(f"drafter: {drafter.config.kind}, {size}, {billions[1]} in float32")
+    blocks = f"{config.num_anchors} anchors x {config.num_branches}"
+    print(f"texts of {config.prompt_length} + {config.response_length} tokens, {blocks}")
     for num_gpus in (1, 8):
-        figures[str(num_gpus)] = largest_fit(target, drafter, config, num_gpus)
-        print_plan(config, num_gpus, figures[str(num_gpus)])
+        plan = largest_fit(target, drafter, config, num_gpus)
+        figures[str(num_gpus)] = plan
+        title = f"\n{num_gpus} x {config.gpu_gib:g} GiB"
+        gib = f"{sum(plan['bytes'].values()) / GIB:.1f} GiB"
+        if not plan["fits"]:
+            print(f"{title}: does not fit: {gib} each for one sequence")
+            continue
+        print(f"{title}: {plan['sequences']} sequences at once on each, {gib}")
+        for name, size in plan["bytes"].items():
+            print(f"  {name:30s} {size / GIB:8.2f} GiB")
+        print(f"  {train_command(config, num_gpus, plan)}")
     return figures

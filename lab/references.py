@@ -7,7 +7,6 @@ response is kept where the text, cut into tokens here, has as many as the server
     python -m lab references --target FOLDER --corpus prompts.jsonl --num-references 20000
     torchrun --nproc_per_node=8 -m lab references ...          each process makes every n-th part
     python -m lab references ... --api http://localhost:8000/v1     vLLM or SGLang writes them
-    python train.py --references runs/references/references.safetensors ...
     pytest tests/lab/test_references.py
 """
 
@@ -70,7 +69,7 @@ class Server:
         return ValueError(f"--api {self.config.api}: {message}")
 
     def ask(self, path: str, body: dict | None = None) -> dict:
-        """Send one request. A server that is busy or away is asked again; a refusal counts."""
+        """Send one request. A server that is busy or away is asked again; a refusal is final."""
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         headers["Content-Type"] = "application/json"
@@ -115,30 +114,22 @@ class Server:
         answer = self.ask("completions", body | DEFAULTS_OFF)
         try:
             choice = answer["choices"][0]
-            ids = choice.get("token_ids")
-            if ids is None:
-                ids = self.ids_of_text(choice, answer["usage"]["completion_tokens"])
-            if ids is None:
-                return None
+            is_text = choice.get("token_ids") is None
+            ids = tokenizer.encode(choice["text"]) if is_text else choice["token_ids"]
             ids = [int(i) for i in ids]
+            # a stop token has no text, and servers may leave it out
             stopped = choice.get("finish_reason") == "stop"
+            lacks_stop = bool(stopped and ids and ids[-1] not in tokenizer.stop_ids)
+            if is_text and len(ids) + lacks_stop != answer["usage"]["completion_tokens"]:
+                return None
             stop_id = choice.get("stop_reason", choice.get("matched_stop"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise self.error(f"an answer without {error}: {json.dumps(answer):.120}") from None
         if any(not 0 <= i < tokenizer.num_tokens for i in ids):
             raise self.error(f"ids that {config.target} does not have; is it the same model?")
-        if stopped and ids and ids[-1] not in tokenizer.stop_ids and tokenizer.stop_ids:
-            # servers may leave out the stop token; some say which one it was
+        if lacks_stop and tokenizer.stop_ids:  # some servers say which one it was
             ids.append(stop_id if stop_id in tokenizer.stop_ids else tokenizer.stop_ids[0])
         return ids
-
-    def ids_of_text(self, choice: dict, num_counted: int) -> list[int] | None:
-        """The text cut into tokens, if they are as many as the server counted."""
-        ids = self.tokenizer.encode(choice["text"])
-        stopped = choice.get("finish_reason") == "stop"
-        # a stop token is counted, and has no text
-        is_silent = stopped and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids
-        return ids if len(ids) == num_counted - bool(is_silent) else None
 
 
 def make_writer(config: Config, tokenizer):
@@ -161,8 +152,7 @@ def make_writer(config: Config, tokenizer):
 
 
 def write_parts(config: Config, prompts: list, write) -> list:
-    """Make this process's share of the parts that are not there yet -> all responses, in the
-    prompts' order; [] on the other processes."""
+    """Make this process's share of the missing parts -> all responses, in the prompts' order."""
     # prompts of a part are about as long as each other, so little of it is padding
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     parts = [order[start : start + config.part] for start in range(0, len(order), config.part)]
@@ -171,13 +161,10 @@ def write_parts(config: Config, prompts: list, write) -> list:
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     distributed.barrier()  # all have looked before anyone writes
     share = missing[distributed.rank() :: distributed.num_processes()]
-    is_main = distributed.is_main()
-    for number in tqdm(share, desc="references", unit="part", disable=not is_main):
+    for number in tqdm(share, "references", unit="part", disable=not distributed.is_main()):
         responses = write([prompts[i] for i in parts[number]], parts[number])
         write_json(paths[number], {"responses": responses})
     distributed.barrier()
-    if not is_main:
-        return []
     responses = [r for path in paths for r in read_json(path).get("responses", [])]
     if len(responses) != len(prompts):
         counts = f"{len(responses)} responses to {len(prompts)} prompts"
@@ -186,7 +173,6 @@ def write_parts(config: Config, prompts: list, write) -> list:
 
 
 def run(config: Config) -> dict | None:
-    """Make every part that is not there yet, then one file of all."""
     require(config, "target")
     config = dataclasses.replace(config, device=distributed.start(config.device))
     out = Path(config.out)
@@ -209,11 +195,8 @@ def run(config: Config) -> dict | None:
     texts = ([prompt for prompt, _ in pairs], [response for _, response in pairs])
     references = References.from_lists(*texts, tokenizer.pad_id)
     references.save(out / "references.safetensors", made_with)
-    figures = {
-        "prompts": len(prompts),
-        "references": len(references.lengths),
-        "not_told_back": len(prompts) - len(pairs),
-        "response_tokens": int((references.lengths - references.prompt_lengths).sum()),
-    }
+    figures = {"prompts": len(prompts), "references": len(references.lengths)}
+    figures["dropped"] = len(prompts) - len(pairs)
+    figures["response_tokens"] = int((references.lengths - references.prompt_lengths).sum())
     print(json.dumps(figures))
     return figures

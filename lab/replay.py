@@ -1,8 +1,7 @@
 """Recurrent states kept at different spacings: memory, and the time to replay from them.
 
-Checkpoints of recurrent state stand every so many trunk tokens. For each spacing: the bytes that
-states and tokens take, the seconds of replaying to all anchors, of the whole pass over a tree and
-of the prefill, and the largest difference to a state that was kept and not replayed.
+For each spacing of the checkpoints: the bytes of states and tokens, the seconds of replaying to all
+anchors, of the pass over a tree and of the prefill, and the largest difference to a kept state.
 
     python -m lab replay --arch gdn --trunk-length 2048
     python -m lab replay --target FOLDER
@@ -65,19 +64,15 @@ def run(config: Config) -> dict:
     lengths = torch.tensor([T], device=config.device)
     tree = build_tree(tokens, lengths, anchors, branches.to(config.device), merge=False)
     default = checkpoint_spacing(target.config, target.lm_head.weight.element_size())
-    print(
-        f"trunk of {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; "
-        "milliseconds, all linear layers\n"
-        "spacing | states MB  tokens MB |  replay  scoring  prefill | largest gap of a state"
-    )
+    print(f"T = {T}, {A} anchors, {tree.num_nodes} nodes, {torch.get_num_threads()} threads; ms")
+    print("spacing | states MB  tokens MB |  replay  scoring  prefill | largest gap of a state")
     rows, exact = [], None
     for spacing in sorted({1, 8, 16, default, 256, 1024, T + 1}):
         row, states = measure_spacing(target, tokens, tree, anchors, spacing, config.repeats)
         exact = states if exact is None else exact  # at spacing 1 the state itself is kept
-        row["gap"] = (states - exact).abs().max().item()
-        rows.append(row)
+        rows.append(row | {"gap": (states - exact).abs().max().item()})
         megabytes = f"{row['states_bytes'] / 1e6:9.1f} {row['tokens_bytes'] / 1e6:10.1f}"
         ms = "".join(f"{1e3 * times['median']:9.1f}" for times in row["times"].values())
         note = "  the default" if spacing == default else ""
-        print(f"{spacing:7d} | {megabytes} |{ms} | {row['gap']:.1e}{note}")
+        print(f"{spacing:7d} | {megabytes} |{ms} | {rows[-1]['gap']:.1e}{note}")
     return {"rows": rows, "default": default}

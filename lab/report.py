@@ -1,6 +1,6 @@
 """One Markdown report of the studies that `python -m lab claims` has finished.
 
-Tables, curves of loss and AL, and how many drafts survive. Nothing is measured here.
+It has tables, curves of loss and AL, and the survival of drafts. Nothing is measured here.
 
     python -m lab report --claims runs/claims      -> runs/report/report.md
     pytest tests/lab/test_claims.py
@@ -19,8 +19,7 @@ from support.files import atomic_write
 from support.flags import flag
 from support.measure import format_gain
 
-COLOURS = {"start": "black", "ce": "tab:gray", "e2e": "tab:orange"}
-COLOURS |= {"rollout": "tab:green", "specopd": "tab:blue"}
+COLOURS = {"start": "black", "ce": "C7", "e2e": "C1", "rollout": "C2", "specopd": "C0"}
 CURVES = {"loss": "loss, as a share of its first", "al_t0": "AL, T = 0", "al_t1": "AL, T = 1"}
 
 
@@ -32,7 +31,6 @@ class Config:
 
 
 def write_curves(path: Path, logs: dict) -> None:
-    """Write loss and AL against steps as CSV."""
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["arm", "seed", "step", *CURVES])
@@ -43,43 +41,29 @@ def write_curves(path: Path, logs: dict) -> None:
                     writer.writerow([*row, r.get("al_t0", ""), r.get("al_t1", "")])
 
 
-def curve(seeds: dict, key: str, window: int) -> tuple[list, numpy.ndarray]:
-    """Steps (n,), and means of a logged figure over full windows of them (n, seeds)."""
+def curve(seeds: dict, key: str, window: int) -> tuple:
+    """Steps (n,), and a logged figure of every seed (n, S). Losses of other kinds have other units:
+    their means over full windows are shares of the first one."""
     rows = [[(r["step"], r[key]) for r in records if key in r] for records in seeds.values()]
-    steps = [step for step, _ in rows[0]]
-    values = numpy.array([[value for _, value in column] for column in zip(*rows)])
+    columns = list(zip(*rows))
+    steps = [column[0][0] for column in columns]
+    values = numpy.array([[value for _, value in column] for column in columns])
+    if key != "loss":
+        return steps, values
     window = min(window, len(values))
-    windows = numpy.lib.stride_tricks.sliding_window_view(values, window, axis=0)
-    return steps[window - 1 : len(values)], windows.mean(-1)
+    means = numpy.lib.stride_tricks.sliding_window_view(values, window, axis=0).mean(-1)
+    return steps[window - 1 :], means / means[0].mean()
 
 
-def draw_curves(path: Path, name: str, logs: dict, window: int) -> None:
-    """Loss and AL against steps; a band reaches from the lowest to the highest seed. Losses of
-    other kinds have other units, so each is drawn as a share of its first value."""
-    figure, axes = new_figure(3, (13, 3.6))
-    for axis, (key, title) in zip(axes, CURVES.items()):
-        for arm, seeds in logs.items():
-            is_loss = key == "loss"
-            steps, values = curve(seeds, key, window if is_loss else 1)
-            values = values / values[0].mean() if is_loss else values
-            style = {"color": COLOURS.get(arm), "marker": "" if is_loss else "."}
-            (line,) = axis.plot(steps, values.mean(1), label=arm, **style)
-            band = (values.min(1), values.max(1))
-            axis.fill_between(steps, *band, alpha=0.15, color=line.get_color())
-        axis.set(title=f"{name}: {title}", xlabel="step")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def draw_survival(path: Path, name: str, study: dict) -> None:
-    """The share of rounds that keep their first k drafts, for every arm's best drafter."""
-    figure, axes = new_figure(2, (9, 3.6))
-    for arm, moments in study.items():
-        for axis, (temperature, results) in zip(axes, moments["best"].items()):
-            drafts = range(1, len(results.survival) + 1)
-            axis.plot(drafts, results.survival, label=arm, color=COLOURS.get(arm), marker=".")
-            axis.set(title=f"{name}: survival, T = {temperature[1:]}", xlabel="draft")
+def draw(path: Path, xlabel: str, panels: dict) -> None:
+    """A panel for each title, of lines {arm: (xs (n,), values (n, S))} with a band over seeds."""
+    figure, axes = new_figure(len(panels), (4.4 * len(panels), 3.6))
+    for axis, (title, lines) in zip(axes, panels.items()):
+        for arm, (xs, values) in lines.items():
+            style = {"color": COLOURS.get(arm), "marker": "." if len(xs) < 100 else ""}
+            (line,) = axis.plot(xs, values.mean(1), label=arm, **style)
+            axis.fill_between(xs, values.min(1), values.max(1), alpha=0.15, color=line.get_color())
+        axis.set(title=title, xlabel=xlabel)
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -103,16 +87,24 @@ def study_section(config: Config, out: Path, name: str) -> list[str]:
         logs[arm] = {s: [json.loads(x) for x in text.splitlines()] for s, text in texts.items()}
     write_curves(out / f"{name}.csv", logs)
     lines += ["", f"Loss and AL by step: [{name}.csv]({name}.csv)", ""]
-    if len(logs) <= len(COLOURS):
-        draw_curves(out / f"{name}-curves.png", name, logs, config.window)
-        draw_survival(out / f"{name}-survival.png", name, study)
-        for picture in ("curves", "survival"):
-            lines += [f"![{name}-{picture}]({name}-{picture}.png)", ""]
+    if len(logs) > len(COLOURS):
+        return lines
+    panels = {"curves": {}, "survival": {}}
+    for key, title in CURVES.items():
+        curves = {arm: curve(seeds, key, config.window) for arm, seeds in logs.items()}
+        panels["curves"][f"{name}: {title}"] = curves
+    for t in ("t0", "t1"):
+        best = {arm: moments["best"][t].tasks.values() for arm, moments in study.items()}
+        shares = {arm: numpy.array([r.survival for r in x]).T for arm, x in best.items()}  # (W, S)
+        survival = {arm: (range(1, len(x) + 1), x) for arm, x in shares.items()}
+        panels["survival"][f"{name}: survival, T = {t[1:]}"] = survival
+    for kind, xlabel in (("curves", "step"), ("survival", "draft")):
+        draw(out / f"{name}-{kind}.png", xlabel, panels[kind])
+        lines += [f"![{name}-{kind}]({name}-{kind}.png)", ""]
     return lines
 
 
 def run(config: Config) -> dict:
-    """Write the report -> the names of its files."""
     out = Path(config.out)
     lines = [line for name in claims.STUDIES for line in study_section(config, out, name)]
     if not lines:

@@ -1,8 +1,8 @@
 """Tokens per second of generation with and without drafters, by task and concurrency.
 
-At each concurrency so many prompts are decoded at once, by all arms in turn. At temperature 0 every
-text must be the one that plain decoding gives; where a text differs, no speed-up is reported. With
-one prompt at a time, a few prompts are decoded once more with the stages of their rounds timed.
+At each concurrency so many prompts are decoded at once, by plain decoding and each drafter (the
+arms) in turn. At temperature 0 every text must be that of plain decoding, or no speed-up is given.
+At concurrency 1 a few prompts are decoded once more with the stages of their rounds timed.
 
     python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]
     pytest tests/lab/test_commands.py
@@ -56,12 +56,14 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
         same_text = config.temperature > 0 or repeats[0].texts == results["off"][0].texts
         al = repeats[0].mean if arms[name] else 1.0
         row[name] = speed | {"al": al, "same_text": same_text}
+        ratio = speed["tokens_per_s"] / row["off"]["tokens_per_s"]
+        row[name]["ratio"] = ratio if same_text else None
     return row
 
 
 @torch.inference_mode()
 def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) -> dict:
-    """Print and return the stages of rounds of one prompt, by arm, and the milliseconds of one."""
+    """Print and return each arm's share of each stage, and its milliseconds a round, at batch 1."""
     sampling = Sampling(config.temperature)
     options = Options(config.max_new_tokens, sampling, config.seed, frozenset(stop_ids))
     rows = {}
@@ -79,27 +81,6 @@ def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) ->
     return rows
 
 
-def geometric_means(ratios: list[dict]) -> dict:
-    """By arm, over tasks; None where a text differs on any of them."""
-    means = {}
-    for name in ratios[0] if ratios else ():
-        values = [task[name] for task in ratios]
-        means[name] = None if None in values else statistics.geometric_mean(values)
-    return means
-
-
-def print_row(task: str, row: dict) -> dict:
-    """Print a task's speeds -> each arm's ratio to plain decoding, None where the texts differ."""
-    ratios, cells = {}, []
-    for name, arm in row.items():
-        ratio = arm["tokens_per_s"] / row["off"]["tokens_per_s"]
-        ratios[name] = ratio if arm["same_text"] else None
-        shown = f"{ratio:6.2f}x" if arm["same_text"] else " DIFFER"
-        cells.append(f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {shown}")
-    print(f"{task[:12]:12s}" + "".join(cells))
-    return ratios
-
-
 def run(config: Config) -> dict:
     target, drafters = open_drafters(config)
     arms = {"off": None} | drafters
@@ -110,13 +91,13 @@ def run(config: Config) -> dict:
         tasks = read_tasks(config.tasks, tokenizer, count, config.prompt_length, config.seed)
     else:
         tasks = {"text": held_out_prompts(config, count)}
-    size = f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt"
+    texts = f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt"
     machine = f"{config.device}, {torch.get_num_threads()} threads"
-    print(f"{size}, {machine}, medians of {config.repeats}; tokens/s (AL) x plain")
+    print(f"{texts}, {machine}, medians of {config.repeats}; tokens/s (AL) x plain")
     figures = {}
     for size in config.concurrency:
         print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))
-        rows, ratios = {}, []
+        rows = {}
         for task, prompts in tasks.items():
             if len(prompts) < size:
                 print(f"{task[:12]:12s} has but {len(prompts)} prompts: left out")
@@ -124,8 +105,16 @@ def run(config: Config) -> dict:
             whole_batches = min(len(prompts), config.num_prompts) // size
             prompts = prompts[: max(1, whole_batches) * size]
             rows[task] = measure_arms(config, target, arms, prompts, size, stop_ids)
-            ratios.append(print_row(task, rows[task]))
-        means = geometric_means(ratios)
+            line = f"{task[:12]:12s}"
+            for arm in rows[task].values():
+                ratio = f"{arm['ratio']:6.2f}x" if arm["same_text"] else " DIFFER"
+                line += f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {ratio}"
+            print(line)
+        means = {}
+        for name in arms:  # no mean where a text differs
+            ratios = [row[name]["ratio"] for row in rows.values()]
+            is_fair = ratios and None not in ratios
+            means[name] = statistics.geometric_mean(ratios) if is_fair else None
         cells = (f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
         print("geom. mean  " + "".join(cells))
         figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}

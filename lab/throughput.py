@@ -1,9 +1,8 @@
 """Supervised tokens per second of training steps: SpecOPD against sequential rollouts.
 
-Both ways train the same drafter on texts of one length without stop tokens. Every learning rate is
-0, so that the drafter stays the same, and every step prefills its trunks. For each way: updates per
-second, supervised tokens per update, their product, the share of each stage in one more step, and
-on a GPU the share of time with a kernel running.
+Both ways train the same drafter on texts of one length without stop tokens, at learning rate 0.
+Every step prefills its trunks. For each way: updates per second, supervised tokens per update,
+their product, the share of each stage, and on a GPU the share of time with a kernel running.
 
     python -m lab throughput --target FOLDER --drafter FOLDER --num-anchors 64 --num-branches 1 2 4
     pytest tests/lab/test_commands.py
@@ -27,6 +26,7 @@ from support.prepare import Trunks
 from train import Step, TrainConfig, gradient, next_batch
 
 ROLLOUTS = (1, 8, 32)  # decoded at once; there are as many texts as the last of them
+SPEEDS = ("updates_per_s", "tokens_per_update", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,18 @@ class Config(LabConfig):
 
 
 class Workflows:
-    """A target, a drafter and texts, ready to make training steps in different ways."""
+    """A target, a drafter and texts, ready for training steps."""
 
     def __init__(self, config: Config):
         num_new = config.trunk_length - config.prompt_length
         if max(config.num_anchors) >= num_new:
-            limit = f"--trunk-length {config.trunk_length}, --prompt-length {config.prompt_length}"
-            anchors = f"--num-anchors {max(config.num_anchors)}"
-            raise ValueError(f"{anchors}: {limit} leave room for {max(0, num_new - 1)}")
-        self.target, self.drafter = open_pair(config, torch.float32)
+            room = f"--trunk-length {config.trunk_length} - --prompt-length {config.prompt_length}"
+            raise ValueError(f"--num-anchors {max(config.num_anchors)} must be below {room}")
+        target, self.drafter = open_pair(config, torch.float32)
         prompts = held_out_prompts(config, ROLLOUTS[-1])
-        how = (num_new, PLAIN, config.seed)
-        results = generate(self.target, None, prompts, *how, progress="references")
+        results = generate(target, None, prompts, num_new, PLAIN, config.seed, progress="texts")
         texts = References.from_lists(prompts, [result.tokens for result in results], 0)
-        tap_ids = self.drafter.config.target_layer_ids
-        self.trunks = Trunks(self.target, texts, tap_ids, cache_gib=0.0)
+        self.trunks = Trunks(target, texts, self.drafter.config.target_layer_ids, cache_gib=0.0)
         self.optimizers = make_optimizers(self.drafter, TrainConfig.matrix_lr, TrainConfig.lr)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -68,13 +65,12 @@ class Workflows:
         return figures["supervised"]
 
     def stage_shares(self, way: TrainConfig, number: int) -> dict[str, float]:
-        """The share of each stage in such a step."""
         clock = StageClock()
         batch = partial(next_batch, way, self.drafter, self.trunks, number, ())
         if way.mode == "rollout":
             parts = clock("decode", batch)
         else:
-            on_target = clock.watching(self.target, prefill="prefill", score="score")
+            on_target = clock.watching(self.drafter.target, prefill="prefill", score="score")
             with on_target, clock.watching(self.drafter, propose="sample"):
                 parts = batch()
         loss = partial(clock, "loss", Step(way, self.drafter))
@@ -86,8 +82,8 @@ class Workflows:
 
 def both_ways(config: Config) -> dict[str, TrainConfig]:
     """Rollouts in batches of several sizes, and SpecOPD on one text at a time."""
-    size = {"seed": config.seed, "response_length": config.trunk_length - config.prompt_length}
-    rollout = TrainConfig(mode="rollout", num_greedy=0, **size)
+    num_new = config.trunk_length - config.prompt_length
+    rollout = TrainConfig("rollout", seed=config.seed, response_length=num_new, num_greedy=0)
     ways = {f"rollouts, {n} at once": replace(rollout, batch_size=n) for n in ROLLOUTS}
     specopd = replace(rollout, mode="specopd", batch_size=1)
     for A in config.num_anchors:
@@ -117,42 +113,16 @@ def kernel_share(function) -> float:
 def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
     step = partial(workflows.step, way)
     numbers = range(1, config.repeats + 1)
-    on_gpu = config.device != "cpu"
     step(0)  # warms up
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     steps = [timed(step, number) for number in numbers]
     tokens = statistics.mean(count for count, _ in steps)
     seconds = statistics.median(duration for _, duration in steps)
-    row = {"updates_per_s": 1 / seconds, "tokens_per_update": tokens}
-    row |= {"tokens_per_s": tokens / seconds, "seconds": [duration for _, duration in steps]}
+    row = dict(zip(SPEEDS, (1 / seconds, tokens, tokens / seconds)))
+    row["seconds"] = [duration for _, duration in steps]
     row["shares"] = workflows.stage_shares(way, config.repeats + 1)
-    if on_gpu:
-        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if config.device != "cpu":
         row["kernel_share"] = kernel_share(lambda: [step(number) for number in numbers])
     return row
-
-
-def print_row(name: str, row: dict) -> None:
-    speed = f"{row['updates_per_s']:10.2f} {row['tokens_per_update']:14.0f}"
-    print(f"{name:25s} {speed} {row['tokens_per_s']:9.0f} | {format_shares(row['shares'])}")
-    if "kernel_share" in row:
-        share = f"a kernel runs {100 * row['kernel_share']:.1f} % of the time"
-        print(f"{'':25s} {share}; peak {row['peak_bytes'] / 2**30:.1f} GiB")
-
-
-def ratios_over_rollouts(rows: dict, best: str) -> dict:
-    """The best SpecOPD over each kind of rollouts, printed."""
-    keys = ("updates_per_s", "tokens_per_update", "tokens_per_s")
-    ratios = {}
-    for name in rows:
-        if name.startswith("rollouts"):
-            ratios[name] = {key: rows[best][key] / rows[name][key] for key in keys}
-            shown = [
-                f"{x:.2f} x the {key.replace('_per_', '/')}" for key, x in ratios[name].items()
-            ]
-            print(f"{best} over {name}: {', '.join(shown)}")
-    return ratios
 
 
 def run(config: Config) -> dict:
@@ -163,7 +133,16 @@ def run(config: Config) -> dict:
     print("way                       updates/s  tokens/update  tokens/s | where the time goes")
     rows = {}
     for name, way in both_ways(config).items():
-        rows[name] = measure_way(config, workflows, way)
-        print_row(name, rows[name])
+        row = measure_way(config, workflows, way)
+        rows[name] = row
+        speed = f"{row['updates_per_s']:10.2f} {row['tokens_per_update']:14.0f}"
+        print(f"{name:25s} {speed} {row['tokens_per_s']:9.0f} | {format_shares(row['shares'])}")
+        if "kernel_share" in row:
+            print(f"{'':25s} a kernel runs {100 * row['kernel_share']:.1f} % of the time")
     best = max((n for n in rows if n.startswith("SpecOPD")), key=lambda n: rows[n]["tokens_per_s"])
-    return {"rows": rows, "ratios": ratios_over_rollouts(rows, best), "best": best}
+    ratios = {}
+    for name in (name for name in rows if name.startswith("rollouts")):
+        ratios[name] = {key: rows[best][key] / rows[name][key] for key in SPEEDS}
+        shown = [f"{x:.2f} x the {k.replace('_per_', '/')}" for k, x in ratios[name].items()]
+        print(f"{best} over {name}: {', '.join(shown)}")
+    return {"rows": rows, "ratios": ratios, "best": best}

@@ -1,8 +1,7 @@
 """Branches scored packed on their trunk, against each one alone with its whole prefix.
 
-One prefill and one pass over the tree, without and with merging, against one run per branch.
-Beside the times stands the largest difference of p between packed and alone; with three or more
-numbers of anchors, the cost of one more node.
+One prefill and one pass over the tree, without and with merging, against one run per branch, and
+the largest difference of p. With three or more numbers of anchors, the cost of one more node.
 
     python -m lab tree --target FOLDER --drafter FOLDER --trunk-length 512 1024 --num-anchors 16 64
     python -m lab tree --arch gdn          (an untrained toy, random branches)
@@ -15,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from drafter import Drafter, Sampling
+from drafter import PLAIN, Drafter
 from lab.common import LabConfig, long_text, median_time, open_pair, open_target, random_anchors
 from support.flags import flag
 from target import TOYS
@@ -32,19 +31,17 @@ class Config(LabConfig):
     num_draft_tokens: int = flag(7, "without --drafter: tokens of a branch", low=1)
     prompt_length: int = flag(64, "tokens of the prompt that the target continues", low=1)
     repeats: int = flag(7, "timed repeats", low=1)
-    patience: float = flag(30.0, "seconds after which a time is not repeated", low=0)
 
 
 def draw_branches(config: Config, target, drafter: Drafter | None, tokens, anchors, generator):
     """Branches (1,A,K,W) at anchors (1,A) of a text: the drafter's, or random tokens."""
     K, W = config.num_branches, config.num_draft_tokens
     if drafter is None:
-        shape = (1, anchors.shape[1], K, W)
-        branches = torch.randint(0, target.num_tokens, shape, generator=generator)
-        return branches.to(config.device)
+        shape = (*anchors.shape, K, W)
+        return torch.randint(0, target.num_tokens, shape, generator=generator).to(config.device)
     lengths = torch.tensor([tokens.shape[1]], device=tokens.device)
     trunk = target.prefill(tokens, lengths, tap_ids=drafter.config.target_layer_ids)
-    return drafter.propose(trunk, anchors, K, Sampling(1.0), generator).tokens
+    return drafter.propose(trunk, anchors, K, PLAIN, generator).tokens
 
 
 def measure_case(config: Config, target, tokens, anchors, branches) -> dict:
@@ -73,7 +70,7 @@ def measure_case(config: Config, target, tokens, anchors, branches) -> dict:
         "alone": alone,
         "scoring": lambda: target.score(trunk, tree),
     }
-    times = {name: median_time(run, config.repeats, config.patience) for name, run in runs.items()}
+    times = {name: median_time(run, config.repeats) for name, run in runs.items()}
     p = packed(merge=True).softmax(-1)[0].flatten(0, 1)  # (A*K, W, V)
     some = range(0, len(prefixes), max(1, len(prefixes) // 16))  # branches whose p is compared
     gaps = [(target(prefixes[i]).softmax(-1)[0, -W:] - p[i]).abs().max().item() for i in some]
@@ -83,14 +80,6 @@ def measure_case(config: Config, target, tokens, anchors, branches) -> dict:
     row = {"trunk": T, "anchors": anchors.shape[1], "nodes": tree.num_nodes}
     row |= {"merged": grow(merge=True).num_nodes, "alone": tokens_alone, "ideal": ideal}
     return row | {"share": share, "gap": max(gaps), "times": times}
-
-
-def print_row(row: dict) -> None:
-    ms = {name: 1e3 * times["median"] for name, times in row["times"].items()}
-    sizes = "{trunk:5d} {anchors:7d} | {nodes:6d} {merged:6d} | {alone:13d}".format(**row)
-    times = "{packed:6.1f} {merged:7.1f} {alone:7.0f}".format(**ms)
-    ratios = f"{row['ideal']:8.1f} {ms['alone'] / ms['packed']:8.1f} {row['share']:6.2f}"
-    print(f"{sizes} | {times} | {ratios} | {row['gap']:.1e}")
 
 
 def scoring_line(rows: list[dict]) -> dict:
@@ -110,9 +99,8 @@ def run(config: Config) -> dict:
     target, drafter = open_pair(config) if config.drafter else (open_target(config), None)
     text = long_text(config, target, max(config.trunk_length))
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens
-    title = f"{config.target or f'untrained {config.arch}'}, {config.device}"
-    print(f"{title}, {torch.get_num_threads()} threads, seed {config.seed}; milliseconds")
-    print(f"branches of {W}, {config.num_branches} an anchor")
+    title = f"{config.target or f'untrained {config.arch}'}, seed {config.seed}, {config.device}"
+    print(f"{title}, {torch.get_num_threads()} threads; branches of {W}; milliseconds")
     title = "trunk anchors |  nodes merged |  tokens alone | packed  merged   alone"
     print(f"{title} | x tokens  x speed  share | gap of p")
     rows = []
@@ -121,8 +109,13 @@ def run(config: Config) -> dict:
             anchors, generator = random_anchors(config, T, A)
             tokens = text[:, :T]
             branches = draw_branches(config, target, drafter, tokens, anchors, generator)
-            rows.append(measure_case(config, target, tokens, anchors, branches))
-            print_row(rows[-1])
+            row = measure_case(config, target, tokens, anchors, branches)
+            rows.append(row)
+            ms = {name: 1e3 * times["median"] for name, times in row["times"].items()}
+            sizes = "{trunk:5d} {anchors:7d} | {nodes:6d} {merged:6d} | {alone:13d}".format(**row)
+            times = "{packed:6.1f} {merged:7.1f} {alone:7.0f}".format(**ms)
+            ratios = f"{row['ideal']:8.1f} {ms['alone'] / ms['packed']:8.1f} {row['share']:6.2f}"
+            print(f"{sizes} | {times} | {ratios} | {row['gap']:.1e}")
         if len(config.num_anchors) > 2:
             rows[-1]["scoring_line"] = scoring_line(rows[-len(config.num_anchors) :])
     nodes = sum(row["nodes"] for row in rows)

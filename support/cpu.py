@@ -1,6 +1,6 @@
 """What makes a loaded target fast on a CPU. Its layers know nothing of it.
 
-1. float32 matrices are laid out column after column: a single row is multiplied a fifth sooner.
+1. float32 matrices are laid out column after column: products with one row take a fifth less time.
 2. A single row in bfloat16 is multiplied by torch's own kernel, which takes about half as long as
    oneDNN's, torch's choice. More rows gain nothing.
 

@@ -125,7 +125,7 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
 
 
 def _prompts_from_text(texts: list[str], tokenizer: Tokenizer, count, length, generator) -> list:
-    """A text is drawn by its size; what is cut from it must have all `length` tokens."""
+    """Cut prompts of `length` tokens from texts drawn with probability proportional to size."""
     texts = [t for t in texts if len(t) >= 4 * length] or texts
     sizes = np.array([len(t) for t in texts], float)
     prompts = []
@@ -175,7 +175,7 @@ class References:
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int):
-        """Texts whose response is too short to hold an anchor (two tokens) are left out."""
+        """Texts whose response has fewer than two tokens, too few for an anchor, are left out."""
         pairs = [(p, r) for p, r in zip(prompts, responses) if len(r) >= 2]
         if not pairs:
             raise ValueError("nothing to supervise: every response is shorter than two tokens")

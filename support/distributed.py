@@ -109,7 +109,7 @@ def gather_numbers(numbers: list[int]) -> list[list[int]]:
 
 
 def barrier() -> None:
-    """Wait for all processes. Call it before messages of others (DistributedDataParallel's)."""
+    """Wait for all processes. Call it before other code sends messages, as torch's DDP does."""
     if num_processes() > 1:
         all_reduce_sum(torch.zeros(1, device=message_device()))
 

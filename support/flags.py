@@ -25,8 +25,8 @@ class Stopped(Exception):
 
 
 def flag(default, text: str, group="flags", low=None, choices=None, kind=str):
-    """Declare a config field. group: its heading in --help; low: the smallest value; choices: all
-    values; kind: the type of a tuple's members."""
+    """Declare a config field. group: its heading in --help; low: the smallest value; choices: the
+    allowed values; kind: the type of a tuple's members."""
     metadata = {"help": text, "group": group, "low": low, "choices": choices, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -70,7 +70,7 @@ def check_values(values: dict, config_class, source: str) -> None:
 
 
 def check_device(config) -> None:
-    """Raise a ValueError unless the device is known, and here or the config's RUNS_ELSEWHERE."""
+    """Raise a ValueError if the device is not cpu or cuda, or is cuda on a machine without it."""
     device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")

@@ -1,8 +1,9 @@
 """Acceptance length (AL) and speed, by real decoding only.
 
-AL on the drafter's own history can rise while nothing gets faster (self-consistent text), so every
-figure here comes from draft-and-verify rounds on held-out prompts. Two drafters are compared in
-pairs on the same prompts, and intervals resample prompts, not rounds (paired bootstrap).
+An AL that is computed on branches drawn by the drafter can rise while decoding gets no faster: the
+drafter only agrees better with itself. So every figure here comes from draft-and-verify rounds on
+held-out prompts. Two drafters are compared in pairs on the same prompts, and intervals resample
+prompts, not rounds (paired bootstrap).
 
     pytest tests/support/test_measure.py
 """
@@ -19,7 +20,7 @@ from hf.chat import read_prompts
 from serve import generate
 from support.data import TooLong, draw_prompts
 
-RUN_LENGTH = 8  # tokens of a run that counts as repeated
+NGRAM = 8  # tokens of the n-grams that `repetition` counts
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 48  # prompts decoded at once
 
@@ -31,7 +32,7 @@ class Acceptance:
     committed: Tensor  # (P,) tokens that the prompt's rounds committed
     rounds: Tensor  # (P,) verifications by the target
     nodes: Tensor  # (P,) tokens that these verified
-    repeated: Tensor  # (P,) share of a text's runs of RUN_LENGTH tokens that occurred before
+    repeated: Tensor  # (P,) share of a text's n-grams that occurred before
     survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
     seconds: float
     texts: list = field(default_factory=list)  # P lists of new tokens
@@ -108,10 +109,10 @@ def format_gain(gain: dict) -> str:
     return f"{gain['percent']:+5.1f} % [{low:+.2f}, {high:+.2f}]"
 
 
-def repetition(tokens: list[int], run_length: int = RUN_LENGTH) -> float:
-    """The share of a text's runs of tokens that occurred before: texts that loop flatter AL."""
-    runs = [tuple(tokens[i : i + run_length]) for i in range(len(tokens) - run_length + 1)]
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+def repetition(tokens: list[int], n: int = NGRAM) -> float:
+    """The share of a text's n-grams that occurred before: texts that loop have a higher AL."""
+    ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def evaluate(target, drafter, prompts, max_new_tokens, *how, **options) -> Acceptance:

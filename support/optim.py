@@ -1,12 +1,12 @@
 """Optimizers and their learning rates.
 
-Muon trains the matrices that multiply a hidden state, AdamW everything else: tables that are looked
-up row by row, matrices of a single row, stacked experts, vectors. Two explicit lists of names say
-which is which, and a parameter in neither list is an error.
+Muon trains most matrices that multiply a hidden state. AdamW trains the rest: embeddings and heads
+of the vocabulary, other tables, the confidence head, stacked experts, kernels of convolutions and
+vectors. Two lists of names say which is which; a parameter in neither list is an error.
 
     Muon:  m <- lerp(m, g, 1 - momentum);  W <- W - lr * sqrt(max(1, rows / columns)) * O(g, m)
 
-with O the nearest orthogonal matrix, roughly, of g and m mixed (Nesterov). Left out against
+O(g, m) is roughly the orthogonal matrix nearest to a mix of g and m (Nesterov). Left out against
 torch.optim.Muon: weight decay. Added: float32 on a CPU, where bfloat16 is several times slower.
 
     pytest tests/support/test_optim.py

@@ -1,7 +1,7 @@
 """What must be there before training: a target, references, held-out prompts and a drafter.
 
-Each is made once and saved in the run's folder. The target itself writes the references, because a
-dataset's answers are not what it would say. Held-out prompts come from other files than these.
+A toy target and the references are made once and saved in the run's folder. The target itself
+writes the references: a dataset's answers are not its own. Held-out prompts are from other texts.
 
     pytest tests/support/test_prepare.py
 """
@@ -95,8 +95,8 @@ def provenance(config, target_checksum: int | None) -> dict:
     return {key: getattr(config, key) for key in keys} | {"target": target_checksum}
 
 
-def write_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
-    """Read what --references names, or let the target write it to `path` once, at temperature 1."""
+def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
+    """Read the references of --references or of `path`, or let the target write them to `path`."""
     made_with = provenance(config, weights_checksum(target))
     if config.references.endswith(".jsonl"):
         conversations = read_prompts(config.references, config.skip_bad_lines)
@@ -136,7 +136,7 @@ def prepare(config, out: Path):
     size = (config.eval_prompts, config.prompt_length)
     prompts = draw_prompts(corpus.held_out, tokenizer, *size, config.seed + 1)
     measure = Measure(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed)
-    references = write_references(config, target, tokenizer, corpus, out / "references.safetensors")
+    references = get_references(config, target, tokenizer, corpus, out / "references.safetensors")
     _check_fit(references, target, config)
     return target, tokenizer, measure, references
 

@@ -33,7 +33,7 @@ def check_same(made_with: dict, wanted: dict, source) -> None:
 
 
 def stage(folder: Path, made_with: dict, make) -> dict:
-    """Run make() -> its result, once: a folder with a stage.json is done, if made alike."""
+    """Return the result of make(), or the one in stage.json, which needs the same `made_with`."""
     record_path = folder / "stage.json"
     if record_path.is_file():
         record = read_json(record_path)

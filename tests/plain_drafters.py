@@ -29,7 +29,7 @@ def read(folder):
 
 
 def settings(config):
-    """Both dialects of config.json (flat fields, or inside `dflash_config`) -> one flat dict.
+    """Both forms of config.json (flat fields, or inside `dflash_config`) -> one flat dict.
 
     `causal` and `windows` have one entry per layer. Causality: top-level `is_causal`, else
     `dflash_config.causal`, else causal exactly on the sliding layers. A field that stands in both

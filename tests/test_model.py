@@ -72,7 +72,7 @@ def text(config, lengths, seed=1):
     """Right-padded random tokens, the stop token among them, and their lengths."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, config.vocab_size, (len(lengths), max(lengths)), generator=generator)
-    stop_id = config.eos_token_id if config.streams else 7
+    stop_id = config.eos_token_id if config.has_streams else 7
     tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = stop_id
     return tokens, torch.tensor(lengths)
 

@@ -110,7 +110,7 @@ def stale_tail(monkeypatch):
 
 def leaking_blocks(monkeypatch):
     """A node chooses among the blocks of other branches, too."""
-    honest = model.block_ends
+    honest = model.index_block_ends
 
     def shared(view, r):
         slots, seen = honest(view, r)
@@ -120,7 +120,7 @@ def leaking_blocks(monkeypatch):
         on_trunk, among_nodes = seen.tensor_split([seen.shape[-1] - ends.shape[1]], -1)
         return slots, torch.cat([on_trunk, ends[:, None].expand_as(among_nodes)], -1)
 
-    monkeypatch.setattr(model, "block_ends", shared)
+    monkeypatch.setattr(model, "index_block_ends", shared)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_tree_on_fewer_slots_than_the_trunk_has_does_not_write_into_it(arch):
 def test_a_trunk_that_keeps_its_end_alone_says_so(arch):
     target, tokens, lengths = small_target(arch=arch), random_tokens(1, 9), torch.tensor([9])
     trunk = target.prefill(tokens, lengths, checkpoint_every=0)
-    with pytest.raises(ValueError, match="end alone"):
+    with pytest.raises(ValueError, match="only at its end"):
         target.score(trunk, one_branch(tokens, lengths))
 
 

@@ -56,7 +56,7 @@ def test_gains_over_several_seeds_are_paired_by_prompt():
     base = Arm({seed: random_acceptance(seed) for seed in (0, 1)})
     better = Arm({seed: random_acceptance(seed, 1.0) for seed in (0, 1)})
     gain = better.gain_over(base)
-    means = [sum(arm.seeds[seed].mean for seed in (0, 1)) for arm in (better, base)]
+    means = [sum(arm.tasks[seed].mean for seed in (0, 1)) for arm in (better, base)]
     assert gain["percent"] == pytest.approx(100 * (means[0] / means[1] - 1)) and gain["seeds"] == 2
     # every prompt gains one, whatever its own AL is: only a comparison in pairs can say so
     assert gain["interval"] == pytest.approx((1.0, 1.0), abs=1e-3)
@@ -118,7 +118,7 @@ def test_a_study_runs_resumes_and_compares(lab, tmp_path):
     assert len(row["best_survival"]) == 7
     stage = json.loads((out / "time-24/s0/rollout/stage.json").read_text())
     assert stage["made_with"]["steps"] >= 2
-    _, listed, _ = lab("claims", *studies, "--list")
+    _, listed, _ = lab("claims", *studies, "--list-only")
     assert "specopd (3)" in listed and "rollout (1)" in listed
     again = json.loads((out / "summary.json").read_text())["claims"]
     assert again["gqa-24"] == figures["gqa-24"]  # listing leaves the figures alone

@@ -137,7 +137,8 @@ def test_the_27b_by_hand():
 def test_the_125b_by_hand():
     config = plan_config(target="125B")
     target, drafter = plan.build_on_meta(config)
-    assert plan.num_table_entries(target) == pytest.approx(128 * 2_500_012 * 160, rel=1e-3)
+    table = sum(p.numel() for p in target.parameters()) - plan.num_parameters(target)
+    assert table == pytest.approx(128 * 2_500_012 * 160, rel=1e-3)
     experts = 48 * 512 * 3 * 2560 * 640
     assert experts < plan.num_parameters(target) < 1.05 * experts
     assert not plan.largest_fit(target, drafter, config, 1)["fits"]
@@ -184,9 +185,9 @@ def test_a_machine_without_a_gpu_plans_for_one(monkeypatch):
 def test_a_target_that_fits_is_left_whole(capsys):
     figures = plan.run(plan.Config(mode="specopd", target="8B"))
     assert figures["8"]["fits"] and not figures["8"]["sharded"] and not figures["1"]["sharded"]
-    assert figures["8"]["bytes"]["drafter's gradients"] == 8 * figures["drafter_numbers"]
+    assert figures["8"]["bytes"]["drafter's gradients"] == 8 * figures["drafter_parameters"]
     said = capsys.readouterr().out
-    assert "torchrun --nproc_per_node=8 train.py" in said and "8.19 G numbers" in said
+    assert "torchrun --nproc_per_node=8 train.py" in said and "8.19 G parameters" in said
     assert "--cache-gib 0" in said
 
 

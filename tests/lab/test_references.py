@@ -12,7 +12,7 @@ from hf import load_tokenizer
 from lab import references
 from small import ROOT, free_port, run
 from support.data import References, load_corpus
-from support.prepare import write_references
+from support.prepare import get_references
 from target import Target
 from train import TrainConfig
 
@@ -31,7 +31,7 @@ def written_at_once(folders, tmp_path, corpus: str = "", **changes) -> Reference
     values = {k: v for k, v in (SMALL | changes).items() if k != "part"}
     config = TrainConfig(corpus=corpus, **values)
     path = tmp_path / "whole.safetensors"
-    return write_references(config, target, tokenizer, load_corpus(corpus or None), path)
+    return get_references(config, target, tokenizer, load_corpus(corpus or None), path)
 
 
 def are_equal(one: References, other: References) -> bool:
@@ -155,12 +155,12 @@ def test_a_server_writes_them(folders, tmp_path, server, mood, monkeypatch):
     figures = references.run(config_for(folders, tmp_path, api=server))
     made = References.load(tmp_path / "r/references.safetensors", {"target": 123})  # not known
     assert {body["model"] for body in FakeServer.bodies} == {"fake"}
-    assert figures["not_told_back"] == (3 if mood == "text, one off" else 0)
+    assert figures["dropped"] == (3 if mood == "text, one off" else 0)
     stop = load_tokenizer(folders / "target").stop_ids[0]
     for row, length, prompt_length in zip(made.tokens, made.lengths, made.prompt_lengths):
         prompt, response = row[:prompt_length].tolist(), row[prompt_length:length].tolist()
         assert len(prompt) == 10 and response == [*prompt[::-1][:5], stop]
-    assert len(made.lengths) == 7 - figures["not_told_back"]
+    assert len(made.lengths) == 7 - figures["dropped"]
 
 
 @pytest.mark.parametrize(
