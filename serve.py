@@ -90,6 +90,7 @@ class Options:
     draft_sampling: Sampling | None = None  # how drafts are drawn; None: as `sampling` says
     # confidence logits (B, W) -> how many drafts of each row are verified (B,). This costs a second
     # synchronisation with the host per round, because it decides how much is run.
+    # Whether y_k is verified may depend on logits[:, :k] alone; else the text is not the target's.
     choose: Callable | None = None
     watch: object = None  # is told of the prefill and of every round, see train.Recorder
     prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
