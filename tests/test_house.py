@@ -5,9 +5,12 @@ python tests/test_house.py      prints the layers, bottom first, with what each 
 
 import ast
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
+
+from support import not_installable
 
 ROOT = Path(__file__).parent.parent
 CONCEPTS = ("tree", "replay", "model", "target", "drafter", "loss", "serve", "train")
@@ -131,6 +134,30 @@ def test_lab_lists_every_module_that_is_a_command():
         if module.startswith("lab.") and "run" in defined and ast.get_docstring(tree):
             commands.append(module.removeprefix("lab."))
     assert sorted(names) == commands
+
+
+def test_whatever_is_imported_is_declared():
+    """requirements.txt has what a run imports, requirements-dev.txt what tests and pictures need;
+    the optional packages are imported inside functions."""
+    optional = {"fla", "huggingface_hub"}
+    declared = set()
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        lines = (ROOT / name).read_text().splitlines()
+        declared |= {line.split(">=")[0].strip() for line in lines if ">=" in line}
+    imported = set()
+    for file in MODULES.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+    ours = {name.split(".")[0] for name in MODULES}
+    assert imported - ours - set(sys.stdlib_module_names) - optional <= declared
+
+
+def test_installing_the_repository_ends_in_one_sentence():
+    with pytest.raises(SystemExit, match="run from its folder"):
+        not_installable.get_requires_for_build_wheel()
 
 
 def test_ruff_format_lays_out_every_line():
