@@ -9,8 +9,8 @@
 4. Embedding and head are the target's, frozen.
 5. `propose` draws K branches, and can return the very distribution q that they were drawn from.
 
-Three drafters share this backbone. h_k is slot k's hidden state, e_k a vector of the token y_{k-1}
-before it (y_0 = x_a):
+Three drafters share this backbone. h_k is the hidden state of the slot that predicts y_k, e_k a
+vector of the token y_{k-1} before it (y_0 = x_a):
 
     DFlash     slot j >= 1 predicts position a + j, not knowing the others' tokens; W = b - 1
     DSpark     slot j predicts position a + j + 1; W = b. logits_k += W2 f(e_k), and a confidence:
@@ -140,7 +140,7 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict, source: str, tensor_names=()) -> "DrafterConfig":
-        """Read a public config.json in any dialect. tensor_names: of the file beside it."""
+        """Read a public config.json in either form. tensor_names: of the file beside it."""
         fields, layer_dict = hf.drafters.drafter_fields(config_dict, source)
         names = {name.removeprefix("model.") for name in tensor_names}
         layers = ModelConfig.from_dict(layer_dict, source)
@@ -150,8 +150,8 @@ class DrafterConfig:
             raise ValueError(f"{source}: {error}") from None
 
     def to_dict(self) -> dict:
-        """The config.json that engines load, in the dialect of the architecture."""
-        return hf.drafters.config_json(asdict(self), self.layers.to_dict())
+        """The config.json that vLLM and SGLang load, in the form of its architecture."""
+        return hf.drafters.drafter_config_json(asdict(self), self.layers.to_dict())
 
 
 # --------------------------------------------------------------------------- from logits to tokens
@@ -216,10 +216,10 @@ def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
 def block_view(
     anchors: Tensor, block_size: int, T: int, window=0, causal=False, context_positions=None
 ) -> View:
-    """What each slot of the blocks at anchors (B,A) sees: its own block, and of the T entries of
-    context those at positions before its anchor (in a sliding layer only those less than `window`
-    before the slot). Positions decide, not the order of blocks. The block of an absent anchor, -1,
-    sees only itself. context_positions (B,T) of the entries, where these are not their numbers."""
+    """What each slot of the blocks at anchors (B,A) sees: its own block (if causal, up to itself),
+    and of the T entries of context those at positions before its anchor (in a sliding layer only
+    those less than `window` before the slot). Anchors may come in any order. The block of an absent
+    anchor, -1, sees only itself. context_positions (B,T): the entries', if they are not 0..T-1."""
     B, A = anchors.shape
     device = anchors.device
     positions = anchors.clamp(min=0)[..., None] + torch.arange(block_size, device=device)
@@ -482,7 +482,7 @@ class Drafter(nn.Module):
         layers = []
         for number, keys_values in enumerate(contexts):
             window = self.config.window(number)
-            # what a round writes after the text must not reach what a window may see
+            # a round writes up to W + 1 entries after the text, none over what a window may see
             size = window + self.config.num_draft_tokens + 1
             if bounded and window and size < T + room:
                 layer = LayerMemory(with_room(keys_values, size)[:, :size], is_ring=True)
@@ -540,11 +540,11 @@ class Drafter(nn.Module):
     # -- logits
 
     def proposable(self, ids: Tensor) -> Tensor:
-        """Which ids q may hold: neither MASK nor a row beyond the tokenizer. p is never masked."""
+        """Which ids may be proposed: not MASK, no row beyond the tokenizer. p is never masked."""
         return (ids != self.config.mask_token_id) & (ids < self.target.num_tokens)
 
     def unary_logits(self, hidden: Tensor) -> Tensor:
-        """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q may hold nothing."""
+        """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q must be 0."""
         head = self.lm_head if self.config.own_vocabulary else self.target.lm_head
         logits = head(hidden.to(head.weight.dtype))
         ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -629,9 +629,9 @@ class Drafter(nn.Module):
     def fresh(
         cls, target: Target, num_layers=2, block_size=8, mask_token_id=None, seed=0, **fields
     ) -> "Drafter":
-        """An untrained drafter of the target's width; `fields` of its config. MASK is by default
-        the first row beyond the tokenizer. All kinds start with the same layers: a fresh DFlash 2
-        proposes what DFlash does, among its top candidates."""
+        """An untrained drafter of the target's width; `fields`: further fields of its config. MASK
+        is by default the first row beyond the tokenizer. All kinds start with the same layers: a
+        fresh DFlash 2 proposes what DFlash does, among its top candidates."""
         model = target.config
         if mask_token_id is None:
             mask_token_id = target.num_tokens

@@ -6,13 +6,13 @@ p is the target's and q the drafter's distribution at position k of a branch.
     E2E-TV  = 1 - sum_b sum_j prod_{i<=j} alpha_{b,i} / sum_b n_b       (end-to-end, paper)
 
 A position counts only as far as everything before it survives. So an error at the first token
-costs the whole block. Where p_k does not depend on the drafted history, 1 + sum_j prod alpha is
-exactly the expected acceptance length; in general it stands in for it. `e2e_al` (beyond the paper)
-is the exact one, estimated without bias from the same samples.
+costs the whole block. Where alpha_k does not depend on the drafted tokens, 1 + sum_j prod alpha
+is exactly the expected acceptance length; in general it is an approximation. `e2e_al` (beyond the
+paper) estimates the exact value, without bias, from the same branches.
 
 Every loss is a sum over branches, divided by a number that needs no logits. So a global batch
-may be split over chunks and processes and still give one gradient. One table, TERMS, serves the
-plain losses below and the chunked form, which never holds all logits at once.
+may be split over chunks and processes and still give the same gradient. One table, TERMS, serves
+the plain losses below and the chunked form, which never holds all logits at once.
 
 A new loss is one function of `Branches` and one row of TERMS; `_branches` computes what it reads.
 
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from drafter import Drafter, previous_tokens
 from target import Trunk
 
-CE_DECAY = 4.0  # gamma_0 of the position weights for W = 7; the papers take 7 for W = 15
+CE_DECAY = 4.0  # default `decay` of position_weights, for W = 7; the papers take 7.0 for W = 15
 CHUNK_ELEMENTS = 2**24  # logits of a chunk: 64 MiB in float32, and a few such tensors at once
 DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8, "confidence": 1.0}  # 0.9 sum |q - p| = 1.8 TV
 
@@ -52,7 +52,7 @@ def survival(alpha: Tensor, mask: Tensor | None = None) -> Tensor:
 def expected_acceptance_length(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
     """1 + sum_j prod_{i<=j} alpha_i of each branch: (..., W, V) -> (...).
 
-    In tokens per verification, bonus included. Exact where p_k does not depend on the drafts."""
+    In tokens per verification, bonus included. Exact where alpha_k does not depend on drafts."""
     return 1 + survival(acceptance(p, q), mask).sum(-1)
 
 
@@ -93,7 +93,7 @@ def _ce_sum(b: Branches) -> Tensor:
     """-log q_k(label_k), early positions weigh more."""
     log_q = b.log_q_plain.expand(*b.tokens.shape, -1)
     nll = -log_q.gather(-1, b.tokens[..., None])[..., 0]
-    nll = torch.where(b.valid > 0, nll, 0.0)  # a label outside the mask may be one q never holds
+    nll = torch.where(b.valid > 0, nll, 0.0)  # outside the mask a label may have q = 0
     return (nll * b.early_weights).sum(-1)
 
 
@@ -109,7 +109,7 @@ def _early_tv_sum(b: Branches) -> Tensor:
 
 def _kl_sum(b: Branches) -> Tensor:
     """Forward divergence KL(p || q) at each position, nats."""
-    cross = torch.where(b.log_q.isneginf(), 0.0, b.p * b.log_q)  # ids that q may never hold
+    cross = torch.where(b.log_q.isneginf(), 0.0, b.p * b.log_q)  # where q = 0
     return ((torch.special.xlogy(b.p, b.p) - cross).sum(-1) * b.valid).sum(-1)
 
 
@@ -122,8 +122,8 @@ def _e2e_al_sum(b: Branches) -> Tensor:
     """1 - w_j alpha_j at each position j, for branches whose tokens were DRAWN from q.
 
     E[AL] - 1 = sum_j E_y[w_j alpha_j] with w_j = prod_{i<j} min(1, p_i(y_i)/q_i(y_i)). The gradient
-    also has the share that comes through the drawing of the history:
-    alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i)."""
+    also has a term from the drawing of the history:
+    w_j alpha_j sum_{i<j} 1[q_i < p_i] grad log q_i(y_i)."""
     p, q = torch.broadcast_tensors(b.p, b.q)
     alpha = acceptance(p, q) * b.valid
     p_y = p.gather(-1, b.tokens[..., None])[..., 0]
@@ -158,7 +158,7 @@ TERMS = {
     "kl": Term(_kl_sum),
     "e2e_tv": Term(_e2e_tv_sum),
     "e2e_al": Term(_e2e_al_sum),
-    "early_tv": Term(_early_tv_sum, early=True),  # DSpark's mix alone has these two
+    "early_tv": Term(_early_tv_sum, early=True),  # these two are added for DSpark, never chosen
     "confidence": Term(_confidence_sum, early=True),
 }
 LOSSES = tuple(name for name in TERMS if name not in ("early_tv", "confidence"))
@@ -229,7 +229,7 @@ class Rows:
     p_hidden: Tensor | None = None  # (R, K, W, C)
 
     def part(self, start: int, stop: int) -> list:
-        """Some anchors' tensors. Without gaps: see Target.head."""
+        """Some anchors' tensors, made contiguous (see Target.head)."""
         tensors = (getattr(self, f.name) for f in fields(self))
         return [None if t is None else t[start:stop].contiguous() for t in tensors]
 

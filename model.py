@@ -13,7 +13,7 @@ Names of modules and fields are Hugging Face's, so that tensors load by name. Le
 (targets are frozen), biases (the text models of these families have none) and images.
 
     python model.py             attention by hand, and a layer's tensors
-    pytest tests/test_model.py  logits against transformers, every fast path against a slow twin
+    pytest tests/test_model.py  logits against transformers, fast paths against slow, simple ones
 """
 
 import math
@@ -99,7 +99,7 @@ class ModelConfig:
             raise ValueError(f"{source}: {error}") from None
 
     def to_dict(self) -> dict:
-        """The config.json that transformers and the engines open."""
+        """The config.json, in the format that transformers opens."""
         return config_json(asdict(self))
 
     @property
@@ -312,15 +312,15 @@ def index_block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
 def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
     ends (E,) int32 counts the rows up to each expert's last -> (n,R)."""
-    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # all that it takes
+    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # grouped_mm needs it
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 
 
 def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
-    """The multipliers (odd, from splitmix64) and the heads' table sizes (primes in a row) of n-gram
-    layer `number`, as a released model derives them. The numbers in a file replace them."""
+    """The multipliers (odd, from splitmix64) and the heads' table sizes (consecutive primes) of
+    n-gram layer `number`, as a released model derives them. The numbers in a file replace them."""
     all_bits = 2**64 - 1
     golden_ratio = 0x9E3779B97F4A7C15
     half = max(1, (2**63 - 1) // config.vocab_size // 2)
@@ -416,8 +416,8 @@ class Indexer(nn.Module):
     last block. These are not a drafter's blocks.
 
     State: the raw key of each token, and the key of the block that ends with it: the mean of the
-    last r raw keys of its history, normed, and rotated as the block's first position. It counts
-    only where position + 1 is a multiple of r."""
+    last r raw keys of its history, normed, and rotated by the angle of the block's first position.
+    A block's key counts only where position + 1 is a multiple of r."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -463,8 +463,8 @@ class Indexer(nn.Module):
 class GatedDeltaNet(nn.Module):
     """The gated delta rule (replay.py) between a short convolution and a gated norm.
 
-    State: of each token the convolution's input "qkv", and what replays it, "k", "u", "g"; of a
-    stretch of text also the recurrent "states" after the checkpoint tokens and the last token."""
+    State: of each token the convolution's input "qkv", and "k", "u", "g" for a replay; of a stretch
+    of text also the recurrent "states" after the checkpoint tokens and the last token."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -665,8 +665,9 @@ class NGramLayer(nn.Module):
 
 
 class HyperConnection(nn.Module):
-    """Connects a sublayer to a token's residual streams: it reads a weighted mean of them, and its
-    output is added to each in a share of its own. The last one of a decoder only reads."""
+    """Connects a sublayer to a token's residual streams: the sublayer reads a weighted
+    mean of the normed streams, and its output is added to each stream with that stream's weight.
+    A decoder's last hyper-connection only reads."""
 
     def __init__(self, config: ModelConfig, writes: bool = True):
         super().__init__()

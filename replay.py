@@ -25,7 +25,8 @@ state must be rebuilt where a branch leaves the trunk (its root: without merging
 Shapes: q, k (..., N, H_k, D_k), v, u, o (..., N, H, D_v), g, beta (..., N, H), S (..., H, D_k,
 D_v). Value head j uses key head j // (H / H_k). All sums are float32, whatever the target's dtype.
 Left out: the state after every node, because only a commit needs one, and `advance_state` gives it
-then. On a GPU, step 2 is left to flash-linear-attention's kernels if they are there and agree.
+then. On a GPU the trunk's step 2 is left to flash-linear-attention's kernels, if they are there
+and agree.
 
     python replay.py            eight tokens: states, a replay and two branches in numbers
     pytest tests/test_replay.py
@@ -58,7 +59,7 @@ def expand_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def recurrent(q, k, v, g, beta, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Equation (1), token by token -> o, u, the last state. The slow twin of everything below."""
+    """Equation (1), token by token -> o, u, the last state. Tests compare all below with it."""
     q, k = expand_heads(q, v.shape[-2]), expand_heads(k, v.shape[-2])
     o, u = torch.empty_like(v), torch.empty_like(v)
     for t in range(v.shape[-3]):
@@ -138,7 +139,7 @@ def kernel_delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens):
     from fla.ops.utils.constant import RCP_LN2
 
     q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
-    G = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2)  # they decay by powers of two
+    G = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2)  # the kernels use 2**G, not e**G
     A = chunk_scaled_dot_kkt_fwd(k=k, g=G, beta=beta, chunk_size=CHUNK, output_dtype=torch.float32)
     A = solve_tril(A=A, output_dtype=torch.float32)
     w, unknown = recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=G)
@@ -190,8 +191,9 @@ def state_bytes(config) -> int:
 
 def checkpoint_spacing(config, itemsize: int) -> int:
     """Tokens between checkpoints: so many that the checkpoints take no more memory than what is
-    kept of every token anyway, in whole chunks: a checkpoint at a chunk's end costs nothing. A
-    wider spacing could save at most half of the memory, and would make replays longer."""
+    kept of every token anyway. It is rounded up to whole chunks, because a checkpoint at a chunk's
+    end takes no extra time. A wider spacing could save at most half of the memory, and would make
+    replays longer."""
     tokens = state_bytes(config) // token_bytes(config, itemsize)
     return max(1, math.ceil(tokens / CHUNK)) * CHUNK
 
@@ -206,9 +208,10 @@ def positional_names(state: dict) -> list[str]:
 def extended_checkpoints(
     past: dict | None, new: dict, path: Tensor, lengths: Tensor, checkpoint_tokens, keep_last: bool
 ) -> dict:
-    """The trunk's checkpoints after a commit. path (B,P) numbers the tokens of `new` that join its
-    `lengths` tokens, then -1. Kept are the old checkpoints, one after each checkpoint token (a
-    column of path), the one after the new last token, and with keep_last that after the old one."""
+    """The trunk's checkpoints after a commit. path (B,P): the indices in `new` of the tokens that
+    join the trunk of `lengths` tokens, then -1. Kept are the old checkpoints, and the states after
+    each checkpoint token (a column of path) and after the new last token; with keep_last also the
+    state after the old last token."""
     last = lengths - 1 + (path >= 0).sum(1)  # (B,) the new last token
     after = [torch.minimum(lengths + token, last) for token in checkpoint_tokens] + [last]
     after = torch.stack(after, 1)  # (B, M)

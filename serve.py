@@ -351,13 +351,13 @@ def lesson() -> None:
     target = Target.toy(
         seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
-    target.num_tokens = 10  # of 12: q never holds 10 (MASK) and 11, p may
+    target.num_tokens = 10  # of 12: 10 (MASK) and 11 have q = 0, but some p
     target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
     drafter = Drafter.fresh(target, num_layers=1, block_size=4)
     prompt = [1, 2, 3]
     options = Options(max_new_tokens=8, sampling=PLAIN, seed=24)
     batch = Batch(target, drafter, [prompt], [0], options)
-    print("12 ids: q holds 0..9; the untrained target gives 10 (MASK) and 11 some p, too.")
+    print("12 ids: 10 (MASK) and 11 have q = 0, but some p, because the target is untrained.")
     print(f"W = 3, temperature 1. Prompt {prompt}.")
     print(f"Prefill commits {batch.results[0].tokens}: it is the first anchor.")
     for number in (1, 2):

@@ -85,7 +85,7 @@ class Trunk:
     hidden: Tensor | None = None  # (B, S, C) final hidden; None once decoding has no use for it
     taps: Tensor | None = None  # (B, S, len(tap_ids) * C), likewise
     checkpoint_every: int = 0  # tokens between recurrent states kept; 0: only the last state
-    last_checkpoint: int = 0  # width at which the last of them was kept
+    last_checkpoint: int = 0  # trunk width from which the tokens to the next one are counted
 
     def select(self, rows: Tensor, width: int | None = None) -> "Trunk":
         """The trunk of these rows only. `width`: none of them is longer."""
@@ -135,7 +135,7 @@ class Target(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """(…, C) -> logits (…, V)."""
-        # flat rows: a slice with gaps would be multiplied block by block, which is slow
+        # flat rows: a slice that is not contiguous would be multiplied block by block, slowly
         rows = hidden.reshape(-1, hidden.shape[-1])
         return self.lm_head(rows).view(*hidden.shape[:-1], self.config.vocab_size)
 
@@ -243,7 +243,7 @@ class Target(nn.Module):
     def _extend_states(
         self, trunk, new_states, path, width: int, checkpoint_tokens=(), keep_last=False
     ) -> list[dict]:
-        """What each layer remembers once the tokens that path (B,P) numbers have joined."""
+        """What each layer remembers once the tokens at indices path (B,P) have joined."""
         room = max(trunk.tokens.shape[1], width)
         states = []
         for past, new in zip(trunk.states or [None] * len(new_states), new_states):
@@ -267,7 +267,7 @@ class Target(nn.Module):
 
     @classmethod
     def toy(cls, arch: str = "gqa", seed: int = 0, **changes) -> "Target":
-        """A small untrained target. `changes` replace config fields, None changes nothing."""
+        """A small untrained target. `changes` replace config fields; a value of None is ignored."""
         if arch not in TOYS:
             raise ValueError(f"--arch {arch}: there is {', '.join(TOYS)}")
         config = TOYS[arch]
@@ -327,7 +327,7 @@ class Target(nn.Module):
 
 
 def _append(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | None:
-    """Write the tokens that path (B,P) numbers, of new (B,N,...), into cache after lengths (B,)."""
+    """Write the tokens of new (B,N,...) at indices path (B,P) into cache, after lengths (B,)."""
     if cache is None or new is None:
         return cache
     if cache.shape[1] < width:  # more than was reserved: double it
@@ -338,8 +338,8 @@ def _append(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | N
 
 
 def _first_slots(state: dict, T: int, width: int) -> dict:
-    """What a layer remembers, in T slots: with room where T counts an anchor that is not run yet,
-    and cut where the trunk is longer, so that nodes are not written into slots in use."""
+    """What a layer remembers, with at least T slots: T may count an anchor that has not run yet.
+    Where the trunk is longer, it is cut to T slots, so no node is written over a slot in use."""
     end = T if T < width else None
     cut = {name: with_room(state[name], T)[:, :end] for name in replay.positional_names(state)}
     return state | cut

@@ -122,7 +122,7 @@ class TrainConfig:
     # NOTE(paper): ours; the confidence loss's larger gradient would undo what E2E-TV gains
     detach_confidence: str = flag(
         "online",
-        "train only the confidence head by its loss: in all modes but ce (online), always, never",
+        "the confidence loss trains only its head: always, never, or online (all modes but ce)",
         RECIPE,
         choices=("online", "always", "never"),
     )
@@ -237,7 +237,7 @@ def text_blocks(config, drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_id
     text = trunk.tokens.gather(1, ahead).view(B, A, 1, W)
     valid = inside[:, :, None] & until_stop(text, stop_ids)
     if config.mode == "ce":
-        valid = valid & drafter.proposable(text)  # the target may write what q never holds
+        valid = valid & drafter.proposable(text)  # the target may write ids with q = 0
     p_hidden = None
     if objective_of(config, drafter).needs_p:  # p_k comes from position a + k - 1
         p_hidden = gather_slots(trunk.hidden, ahead - 1).view(B, A, 1, W, -1)
@@ -447,7 +447,7 @@ class Run:
 def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> Run:
     """A fresh run in the folder `out`, or the one there, continued from its last training state."""
     made_with = {k: v for k, v in asdict(config).items() if k not in FREE}
-    # what the flags name may have changed since
+    # the files that the flags name may have changed since
     made_with |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
     made_with["the target"] = weights_checksum(drafter.target)
     drafter.recompute = config.recompute
@@ -687,7 +687,7 @@ def lesson() -> None:
     target = Target.toy(
         seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
-    target.num_tokens = 10  # of 12: q never holds 10 (MASK) and 11, p may
+    target.num_tokens = 10  # of 12: 10 (MASK) and 11 have q = 0, but some p
     target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
     drafter = Drafter.fresh(target, num_layers=1, block_size=4)
     prompt = [1, 2, 3]
@@ -696,7 +696,7 @@ def lesson() -> None:
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib=1)
     config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3)
     print(f"the reference: prompt {prompt}, and {response.tokens}, which the target wrote")
-    print("q holds the ids 0..9; the untrained target gives 10 (MASK) and 11 some p, too")
+    print("ids 10 (MASK) and 11 have q = 0, but some p, because the target is untrained")
     (blocks,) = next_batch(config, drafter, trunks, 0, ())
     for anchor, branches in zip(blocks.anchors[0].tolist(), blocks.tokens[0].tolist()):
         before = blocks.trunk.tokens[0, : anchor + 1].tolist()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MAX_GROUP = 64  # nodes of one root whose u are computed together, about at most (replay.py)
+MAX_GROUP = 64  # a root with more nodes is cut into groups of about this size (replay.py)
 
 
 @dataclass
@@ -33,7 +33,8 @@ class View:
     """The past of N tokens, as a layer may see it. A layer learns of the tree only through this.
 
     Without groups it is the view of a *stretch of text*: each token follows the one before it, and
-    packed index = position. With groups the tokens are the nodes of a tree, grouped by the trunk
+    packed index = position. (A drafter's blocks have a View without groups too; layers read only
+    its positions, T and mask.) With groups the tokens are the nodes of a tree, grouped by the trunk
     position at which their histories leave the trunk (the root)."""
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
@@ -71,7 +72,7 @@ class View:
 
 
 def causal_mask(T: int, N: int, device=None) -> Tensor:
-    """(1, 1, N, T+N): each of N tokens after T others sees them, the tokens before it, itself."""
+    """(1, 1, N, T+N): each of N tokens sees T older ones, those of the N before it, and itself."""
     ones = torch.ones(N, T + N, dtype=torch.bool, device=device)
     return ones.tril(T)[None, None]
 
@@ -138,7 +139,7 @@ class ProposalTree:
     groups: Tensor  # (B, P, m) the nodes of each root, -1 after the last
     num_trunk_slots: int  # T
     max_depth: int  # no chain has more nodes
-    anchor_is_node: bool = False  # True: a decoding round's chain, no slot lies on the trunk
+    anchor_is_node: bool = False  # True: a decoding round's chain, p_index has nodes only (or -1)
 
     @property
     def num_nodes(self) -> int:
@@ -193,7 +194,7 @@ def build_tree(
     else:
         chain_index, nodes = _private_nodes(chains, ends, needs_node, T)
     chain_index = torch.where(needs_node, chain_index, -1)  # (B, R, E)
-    if not nodes["tokens"].shape[1]:  # one node of padding keeps all shapes ordinary
+    if not nodes["tokens"].shape[1]:  # one node of padding, so that no dimension is 0
         padding = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
         nodes = {name: nodes[name].new_full((B, 1), fill) for name, fill in padding.items()}
     if merge or not chains.shape[-1]:
@@ -314,7 +315,7 @@ def _length_on_trunk(tokens, lengths, chains, trunk_slots, needs_node) -> Tensor
 
 
 def _without_first(chains: Tensor, needs_node: Tensor, run: Tensor) -> Tensor:
-    """chains (B,R,E) without their first run (B,R) tokens, moved to depth 0; -1 after the end."""
+    """chains (B,R,E) without their first `run` (B,R) tokens, moved to depth 0; -1 after the end."""
     E = chains.shape[-1]
     source = run[..., None] + torch.arange(E, device=chains.device)
     inside = source < E
@@ -332,7 +333,7 @@ def _lexicographic_order(columns: Tensor) -> Tensor:
 
 
 def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Group nodes (B,N), in the order of their trunk ends, by these -> roots (B,P), groups (B,P,m).
+    """Group nodes (B,N) by trunk end -> roots (B,P), groups (B,P,m). The nodes come sorted by it.
 
     The work on a group grows with the square of m. So a group of more than MAX_GROUP nodes is cut
     where a subtree begins; `top` marks the nodes right after the trunk."""
@@ -385,7 +386,7 @@ def main():
         for branch, index in enumerate(tree.p_index[0, :, 0, :-1].tolist()):
             print(f" p_1..p_4 of branch {branch} come from packed indices {index}")
         for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
-            print(f" the recurrent state after trunk token {root} serves nodes {group}")
+            print(f" the recurrent state after trunk position {root} serves nodes {group}")
     print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2.")
 
 

@@ -1,4 +1,4 @@
-"""Files of the outside world: configs, tensors, tokenizers, chat templates. It knows no layers."""
+"""Outside files: configs, tensors, tokenizers, chat templates. Only hf/__main__.py knows layers."""
 
 from hf.tokenizer import load_tokenizer
 

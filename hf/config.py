@@ -43,7 +43,7 @@ FAMILY_FIELDS = {  # the fields of ModelConfig that each family's file gives
     "qwen4_exp_text": HYBRID_FIELDS + INDEXER_FIELDS + STREAM_FIELDS,
 }
 NEEDED = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
-IMPLEMENTED_VALUES = {  # keys that change the arithmetic, with the values that leave it unchanged
+IMPLEMENTED_VALUES = {  # keys that change the arithmetic, with the values that are implemented
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),

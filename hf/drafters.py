@@ -44,7 +44,7 @@ def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
         raise ValueError(f"{source}: {error}") from None
 
 
-def config_json(fields: dict, layer_json: dict) -> dict:
+def drafter_config_json(fields: dict, layer_json: dict) -> dict:
     """Return the config.json of a drafter, in the form of its architecture. `fields` are those
     of its DrafterConfig, `layer_json` is the config.json of its layers."""
     kind = KINDS[fields["architecture"]]
@@ -98,7 +98,7 @@ def _drafter_fields(config_dict: dict) -> dict:
 
 
 def _field(blocks: tuple[dict, dict], name: str):
-    """Return the value of a field, None if it is in neither block: the top level, dflash_config."""
+    """Return a field's value, None if it is neither at the top level nor in dflash_config."""
     values = [block[name] for block in blocks if block.get(name) is not None]
     if len(values) == 2 and values[0] != values[1]:
         raise ValueError(f"{name} is given twice, {values[0]} and {values[1]}")

@@ -72,9 +72,9 @@ class Tokenizer:
         return render(self.template, messages, add_generation_prompt, self.names | options)
 
     def supervised(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
-        """Return a conversation's ids, and True for those of the assistant's turns without
-        their headers. A turn that the template renders differently when other turns follow it (it
-        drops thinking) is not supervised. If no turn is left, that is an error."""
+        """Return a conversation's ids and a mask: True for the ids of the assistant's turns, but
+        not of their headers. A turn that the template renders differently when other turns
+        follow it (it drops thinking) is not supervised. If no turn is left, that is an error."""
         whole = self.chat(messages, False)
         cuts = [0]  # of the text; every second piece is a turn of the assistant
         for i, message in enumerate(messages):
@@ -108,7 +108,7 @@ def load_tokenizer(folder) -> Tokenizer:
 def _load(folder: Path) -> Tokenizer:
     source = folder / "tokenizer.json"
     file = read_json(source)
-    _check_implemented(file, source)
+    _check_bpe(file, source)
     model = file["model"]
     special = {token["content"]: token["id"] for token in file.get("added_tokens") or []}
     ids = model["vocab"] | special
@@ -142,7 +142,7 @@ def _normalizers(file: dict) -> list[str]:
     return [part.get("type") for part in normalizer.get("normalizers", [normalizer])]
 
 
-def _check_implemented(file: dict, source: Path) -> None:
+def _check_bpe(file: dict, source: Path) -> None:
     normalizers = _normalizers(file)
     if set(normalizers) - {"NFC"}:
         raise ValueError(f"{source}: normalizer {normalizers} is not implemented, only NFC")

@@ -1,7 +1,8 @@
 """Acceptance length (AL) of drafters by task, by real decoding of the same prompts.
 
 AL is pooled within a task and averaged over tasks, with 95 % intervals over prompts; later drafters
-are compared with the first in pairs. Beside it stands the share of repeated text: loops flatter AL.
+are compared with the first, prompt by prompt. Beside AL stands the share of repeated text: loops
+flatter AL.
 
     python -m lab al --target FOLDER --drafters FOLDER [FOLDER ...] --tasks math.jsonl code.jsonl
     pytest tests/lab/test_commands.py

@@ -252,7 +252,7 @@ class Arm(TaskMean):
         return torch.tensor([results.survival for results in self.tasks.values()]).mean(0).tolist()
 
     def resampled(self) -> torch.Tensor:
-        """ALs (n,) of many draws of prompts and seeds, the same for arms of as many seeds."""
+        """ALs (n,) of many draws of prompts and seeds. Arms with equally many seeds share draws."""
         als = torch.stack([self.tasks[seed].resampled() for seed in sorted(self.tasks)])  # (S, n)
         generator = torch.Generator().manual_seed(1)
         draws = torch.randint(len(als), als.shape, generator=generator)

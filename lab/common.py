@@ -1,7 +1,7 @@
 """What measuring commands share: flags, models, texts, clocks and figures. Knows no command.
 
 Times are medians over repeats after a warm-up. Whatever is compared runs in one process on the same
-weights, and where it can in turn.
+weights and, where possible, in turn.
 """
 
 import contextlib
@@ -100,8 +100,9 @@ def timed(function, *arguments, **options) -> tuple:
 
 
 def median_time(function, repeats: int, patience: float = 30.0) -> dict:
-    """Median, lowest and highest seconds of function() over its repeats, after a warm-up. Repeats
-    end once all calls took `patience` seconds; a warm-up that takes so long is the measurement."""
+    """Median, lowest and highest seconds of function() over its repeats, after a warm-up.
+    Repeats end once all calls together took more than `patience` seconds; if the warm-up alone took
+    that long, it is the measurement."""
     times = []
     while len(times) <= repeats and sum(times) <= patience:
         times.append(timed(function)[1])

@@ -45,7 +45,7 @@ class Config(LabConfig):
 
 def confidence(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
     """c_k of confidence logits (B,W), divided by temperatures (W,): (B,W) in float32."""
-    logits = logits.float()  # sums over a batch are lost in bfloat16
+    logits = logits.float()  # bfloat16 is too coarse for sums over a batch
     return (logits if temperatures is None else logits / temperatures.to(logits)).sigmoid()
 
 

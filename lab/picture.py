@@ -23,7 +23,7 @@ class Config:
     out: str = flag("docs/pictures", "folder for tree.png")
 
 
-def layout(tree, branches) -> tuple[list, list]:
+def node_places(tree, branches) -> tuple[list, list]:
     """Where nodes and the last token of each branch stand, as (x, y, token), and the route of each
     branch, as packed indices. A token's first child stays in its row, others begin a row."""
     T, W = tree.num_trunk_slots, branches.shape[-1]
@@ -44,7 +44,7 @@ def layout(tree, branches) -> tuple[list, list]:
 
 
 def draw_tree(axis, trunk, anchors, tree, branches) -> None:
-    tokens, routes = layout(tree, branches)
+    tokens, routes = node_places(tree, branches)
     T = len(trunk[0])
     dots = [(x, 0, token) for x, token in enumerate(trunk[0].tolist())] + tokens
     axis.plot([0, T - 1], [0, 0], color="#999999", linewidth=1.2, zorder=1)

@@ -42,8 +42,8 @@ def write_curves(path: Path, logs: dict) -> None:
 
 
 def curve(seeds: dict, key: str, window: int) -> tuple:
-    """Steps (n,), and a logged figure of every seed (n, S). Losses of other kinds have other units:
-    their means over full windows are shares of the first one."""
+    """Steps (n,), and a logged figure of every seed (n, S). A loss is averaged over windows
+    and, because different losses have different units, divided by its first average."""
     rows = [[(r["step"], r[key]) for r in records if key in r] for records in seeds.values()]
     columns = list(zip(*rows))
     steps = [column[0][0] for column in columns]
@@ -55,7 +55,7 @@ def curve(seeds: dict, key: str, window: int) -> tuple:
     return steps[window - 1 :], means / means[0].mean()
 
 
-def draw(path: Path, xlabel: str, panels: dict) -> None:
+def draw_picture(path: Path, xlabel: str, panels: dict) -> None:
     """A panel for each title, of lines {arm: (xs (n,), values (n, S))} with a band over seeds."""
     figure, axes = new_figure(len(panels), (4.4 * len(panels), 3.6))
     for axis, (title, lines) in zip(axes, panels.items()):
@@ -99,7 +99,7 @@ def study_section(config: Config, out: Path, name: str) -> list[str]:
         survival = {arm: (range(1, len(x) + 1), x) for arm, x in shares.items()}
         panels["survival"][f"{name}: survival, T = {t[1:]}"] = survival
     for kind, xlabel in (("curves", "step"), ("survival", "draft")):
-        draw(out / f"{name}-{kind}.png", xlabel, panels[kind])
+        draw_picture(out / f"{name}-{kind}.png", xlabel, panels[kind])
         lines += [f"![{name}-{kind}]({name}-{kind}.png)", ""]
     return lines
 

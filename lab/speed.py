@@ -1,7 +1,7 @@
 """Tokens per second of generation with and without drafters, by task and concurrency.
 
-At each concurrency so many prompts are decoded at once, by plain decoding and each drafter (the
-arms) in turn. At temperature 0 every text must be that of plain decoding, or no speed-up is given.
+At concurrency n, n prompts are decoded at once, by plain decoding and each drafter (the arms) in
+turn. At temperature 0 every text must be that of plain decoding, or no speed-up is given.
 At concurrency 1 a few prompts are decoded once more with the stages of their rounds timed.
 
     python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]

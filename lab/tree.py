@@ -95,7 +95,7 @@ def scoring_line(rows: list[dict]) -> dict:
 
 @torch.inference_mode()
 def run(config: Config) -> dict:
-    random_anchors(config, min(config.trunk_length), max(config.num_anchors))  # or stop at once
+    random_anchors(config, min(config.trunk_length), max(config.num_anchors))  # too many: an error
     target, drafter = open_pair(config) if config.drafter else (open_target(config), None)
     text = long_text(config, target, max(config.trunk_length))
     W = drafter.config.num_draft_tokens if drafter else config.num_draft_tokens

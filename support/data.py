@@ -32,7 +32,7 @@ EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts that prompts are cut from, split by file; or conversations, each a prompt as it is."""
+    """Texts that prompts are cut from, split by file; or conversations that each give one."""
 
     train: list[str] | list[list[dict]]
     held_out: list[str] | list[list[dict]]
@@ -109,7 +109,7 @@ class TooLong(ValueError):
 
 def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
     """Draw `count` prompts. From text: `length` tokens from the start of a random line. From
-    conversations: each as it is; those longer than `length` tokens are left out and counted."""
+    conversations: each up to its first user turn, unless that is longer than `length` tokens."""
     generator = np.random.default_rng(seed)
     if isinstance(texts[0], str):
         return _prompts_from_text(texts, tokenizer, count, length, generator)
@@ -222,7 +222,7 @@ def _check_made_with(metadata: dict, made_with: dict, path) -> None:
 
 
 def _turns(ids: list[int], supervised: list[bool], stop_ids) -> list[tuple[int, int]]:
-    """Where each supervised stretch starts and ends: at its first stop token, if it has one."""
+    """Start and end of each supervised stretch; it ends after its first stop token, if any."""
     padded = [False, *supervised, False]
     edges = [i for i, (before, after) in enumerate(pairwise(padded)) if before != after]
     turns = []

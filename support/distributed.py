@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=8 train.py --mode specopd --target FOLDER --drafter FOLDER ...
 
 Every process has the drafter and takes every n-th sequence of a batch. Branches depend on seed,
-step and sequence alone, and a loss is a sum over a denominator of the whole batch, so the gradient
+step and sequence alone, and a loss is a sum divided by a number of the whole batch, so the gradient
 is the same for any number of processes. The main process writes, prints and measures.
 
 The target is whole on every process, or its layers are spread over all of them (FSDP2), and a layer

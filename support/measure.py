@@ -2,8 +2,8 @@
 
 An AL that is computed on branches drawn by the drafter can rise while decoding gets no faster: the
 drafter only agrees better with itself. So every figure here comes from draft-and-verify rounds on
-held-out prompts. Two drafters are compared in pairs on the same prompts, and intervals resample
-prompts, not rounds (paired bootstrap).
+held-out prompts. Two drafters are compared prompt by prompt, and intervals resample prompts, not
+rounds (paired bootstrap).
 
     pytest tests/support/test_measure.py
 """

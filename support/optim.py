@@ -6,8 +6,9 @@ vectors. Two lists of names say which is which; a parameter in neither list is a
 
     Muon:  m <- lerp(m, g, 1 - momentum);  W <- W - lr * sqrt(max(1, rows / columns)) * O(g, m)
 
-O(g, m) is roughly the orthogonal matrix nearest to a mix of g and m (Nesterov). Left out against
-torch.optim.Muon: weight decay. Added: float32 on a CPU, where bfloat16 is several times slower.
+O(g, m) is roughly the orthogonal matrix nearest to a mix of g and m (Nesterov). Unlike
+torch.optim.Muon it has no weight decay, and on a CPU it works in float32, because bfloat16 is
+several times slower there.
 
     pytest tests/support/test_optim.py
 """

@@ -62,7 +62,7 @@ class Trunks:
 
 
 def _concatenated(parts: list[Trunk], width: int) -> Trunk:
-    """One trunk of many. The parts are emptied name by name, so that not all ever exist twice."""
+    """One trunk of many. The parts are emptied name by name: only one exists twice at a time."""
 
     def joined(names, owners: list[dict]) -> dict:
         return {name: torch.cat([owner.pop(name) for owner in owners]) for name in names}
@@ -207,8 +207,8 @@ def _check_flags(config, drafter: Drafter) -> None:
 
 @lru_cache(maxsize=2)  # a step sees one epoch, or the end of one and the start of the next
 def epoch_order(seed: int, epoch: int, lengths: Tensor, batch_size: int, bucket: int) -> Tensor:
-    """The references (n,) in an epoch's order, from seed and epoch alone. Only whole batches are
-    bucketed, not those that it shares with the epochs before and after."""
+    """The references (n,) in an epoch's order, from seed and epoch alone. Only batches
+    that lie wholly in the epoch are bucketed."""
     count = len(lengths)
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (2**63 - 1))
     order = torch.randperm(count, generator=generator)
