@@ -346,14 +346,19 @@ def generate(
 # ------------------------------------------------------------------------------------------- lesson
 
 
-def lesson() -> None:
-    """Print two rounds with all their numbers, then what plain decoding says."""
+def lesson_models() -> tuple[Target, Drafter]:
+    """A target and a drafter small enough to print all their numbers."""
     target = Target.toy(
         seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
     target.num_tokens = 10  # of 12: 10 (MASK) and 11 have q = 0, but some p
     target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
-    drafter = Drafter.fresh(target, num_layers=1, block_size=4)
+    return target, Drafter.fresh(target, num_layers=1, block_size=4)
+
+
+def lesson() -> None:
+    """Print two rounds with all their numbers, then what plain decoding says."""
+    target, drafter = lesson_models()
     prompt = [1, 2, 3]
     options = Options(max_new_tokens=8, sampling=PLAIN, seed=24)
     batch = Batch(target, drafter, [prompt], [0], options)

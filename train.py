@@ -46,7 +46,7 @@ from tqdm import tqdm
 from drafter import Drafter, Sampling
 from hf.drafters import ARCHITECTURES, MARKOV_HEADS
 from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
-from serve import generate
+from serve import generate, lesson_models
 from support import distributed, resume
 from support.data import References
 from support.files import write_json
@@ -55,7 +55,7 @@ from support.measure import Measure, decoding_speed, format_gain, gain
 from support.optim import make_optimizers, optimizer_step, set_learning_rate
 from support.prepare import Trunks, batch_rows, prepare, start_drafter, weights_checksum
 from support.resume import check_same, stage
-from target import TOYS, Target, Trunk
+from target import TOYS, Trunk
 from tree import build_tree, gather_slots, with_room
 
 MODES = ("ce", "e2e", "specopd", "rollout")
@@ -684,12 +684,7 @@ def print_table(entries: dict, num_fresh: int) -> None:
 
 def lesson() -> None:
     """One SpecOPD step on one reference, in numbers, and the same loss after one update."""
-    target = Target.toy(
-        seed=12, vocab_size=12, num_hidden_layers=2, hidden_size=32, intermediate_size=64
-    )
-    target.num_tokens = 10  # of 12: 10 (MASK) and 11 have q = 0, but some p
-    target.lm_head.weight.mul_(4)  # it is untrained: make its p less flat
-    drafter = Drafter.fresh(target, num_layers=1, block_size=4)
+    target, drafter = lesson_models()
     prompt = [1, 2, 3]
     (response,) = generate(target, None, [prompt], 9, Sampling(1.0), seed=2)
     references = References.from_lists([prompt], [response.tokens], 0)
