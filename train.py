@@ -453,9 +453,8 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
     drafter.recompute = config.recompute
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     step_module = distributed.data_parallel(Step(config, drafter))
-    totals = {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
     run = Run(config, drafter, trunks, measure, out, made_with, step_module, optimizers)
-    run.totals = totals
+    run.totals |= {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
     state = resume.load_training_state(out)
     wanted = {"step", "made_with", "totals", "drafter", "optimizers"}
     if state and not wanted <= state.keys():

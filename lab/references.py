@@ -160,8 +160,9 @@ def write_parts(config: Config, prompts: list, write) -> list:
     paths = [folder / f"{number:06d}.json" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     distributed.barrier()  # all have looked before anyone writes
-    share = missing[distributed.rank() :: distributed.num_processes()]
-    for number in tqdm(share, "references", unit="part", disable=not distributed.is_main()):
+    for number in tqdm(
+        distributed.own_rows(missing), "references", unit="part", disable=not distributed.is_main()
+    ):
         responses = write([prompts[i] for i in parts[number]], parts[number])
         write_json(paths[number], {"responses": responses})
     distributed.barrier()

@@ -39,8 +39,9 @@ def matrices_by_columns(module: nn.Module) -> None:
 def for_cpu(target):
     """Prepare a loaded target for a CPU, in place -> the target. Call it once."""
     matrices_by_columns(target)
-    _switch_kernels(target.model, lambda tokens: tokens.numel(), target.lm_head)
-    _switch_kernels(target.lm_head, lambda hidden: hidden.shape[:-1].numel(), target.lm_head)
+    if target.lm_head.weight.is_cpu and target.lm_head.weight.dtype == torch.bfloat16:
+        _switch_kernels(target.model, lambda tokens: tokens.numel(), target.lm_head)
+        _switch_kernels(target.lm_head, lambda hidden: hidden.shape[:-1].numel(), target.lm_head)
     return target
 
 

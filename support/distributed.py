@@ -80,7 +80,7 @@ def is_main() -> bool:
 
 
 def own_rows(rows: Tensor) -> Tensor:
-    """This process's part of a batch (n,)."""
+    """This process's part of a batch (n,), or of a list."""
     return rows[rank() :: num_processes()]
 
 

@@ -90,8 +90,7 @@ class TaskMean:
         tasks = enumerate(self.tasks.values())
         return torch.stack([task.resampled(seed=number) for number, task in tasks]).mean(0)
 
-    def interval(self, other: "TaskMean | None" = None) -> tuple[float, float]:
-        return central_95(self.resampled() - (other.resampled() if other else 0))
+    interval = Acceptance.interval
 
 
 def central_95(values: Tensor) -> tuple[float, float]:

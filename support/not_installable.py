@@ -5,7 +5,7 @@ pytest tests/test_house.py
 
 SENTENCE = (
     "This repository is run from its folder (pip install -r requirements.txt && python train.py): "
-    "modules called model and train do not belong into site-packages."
+    "modules called model and train do not belong in site-packages."
 )
 
 
