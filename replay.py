@@ -80,8 +80,11 @@ def delta_rule_chunk(q, k, v, g, beta, state: Tensor, seen: Tensor) -> tuple[Ten
     q, k, v = (x.transpose(-2, -3) for x in (expand_heads(q, H), expand_heads(k, H), v))
     beta = beta.mT[..., None]  # (..., H, N, 1)
     seen = seen[..., None, :, :]  # (..., 1, N, N)
-    G = seen.to(g.dtype) @ g.mT[..., None]  # (..., H, N, 1) the sum of g along each history
-    decay = torch.where(seen, G - G.mT, -torch.inf).exp()  # (..., H, N, N)
+    # (..., H, N, 1) the sum of g along each history, in float64: after a strong gate two sums are
+    # large and their difference, a weak gate, may be small
+    G = seen.double() @ g.double().mT[..., None]
+    decay = torch.where(seen, (G - G.mT).to(g.dtype), -torch.inf).exp()  # (..., H, N, N)
+    G = G.to(g.dtype)
     unknown = beta * (v - G.exp() * (k @ state))  # what the state does not know yet
     among = beta * (k @ k.mT) * decay  # how much of it the other tokens write
     u = torch.linalg.solve_triangular(among, unknown, upper=False, unitriangular=True)
@@ -93,8 +96,9 @@ def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
     """Equation (2): the state after N more tokens, each of which follows the one before it."""
     if not k.shape[-3]:
         return state
-    G = g.cumsum(-2)  # (..., N, H)
-    decay = (G[..., -1:, :] - G).exp()
+    G = g.double().cumsum(-2)  # (..., N, H) in float64, as in `delta_rule_chunk`
+    decay = (G[..., -1:, :] - G).to(g.dtype).exp()
+    G = G.to(g.dtype)
     k = (expand_heads(k, u.shape[-2]) * decay[..., None]).transpose(-2, -3)  # (..., H, N, D_k)
     return G[..., -1, :, None, None].exp() * state + k.mT @ u.transpose(-2, -3)
 

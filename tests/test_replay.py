@@ -56,6 +56,19 @@ def test_float32_keeps_its_digits_over_a_long_text():
     assert (exact - fast).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("num_strong", [1, 20, 63])
+def test_strong_gates_leave_the_weak_ones_after_them_their_digits(num_strong):
+    double = list(random_inputs(1, 64))
+    double[3] = double[3] * 0.05
+    double[3][:, :num_strong] = -20.0  # the sum of g grows to -1260; later gates are weak
+    single = [x.float() for x in double]
+    exact, exact_u, exact_state = recurrent(*double, zero_state(1))
+    fast, u, states = delta_rule(*single, zero_state(1, torch.float32))
+    assert (exact - fast).abs().max() < 3e-6
+    assert (exact_u - u).abs().max() < 3e-6
+    assert (exact_state - states[:, -1]).abs().max() < 3e-6
+
+
 @pytest.mark.parametrize("spacing", [1, 7, 64, 1000])
 def test_the_state_of_any_position_is_replayed_from_any_checkpoint(spacing):
     N, B = 90, 2
