@@ -22,11 +22,12 @@ from torch import Tensor, nn
 import replay
 from hf.config import FAMILIES
 from hf.files import model_folder, read_json
-from hf.tensors import in_shards, layout, load_weights, stored_dtype
+from hf.tensors import has_other_head, in_shards, layout, load_weights, stored_dtype
 from model import Decoder, ModelConfig, init_weights
 from support.files import write_json, write_tensors
 from tree import ProposalTree, build_tree, causal_view, gather_slots, with_room, write_slots
 
+TWO_TENSORS = "tie_word_embeddings is true, but lm_head differs from the embedding: both are used"
 PREFILL_TOKENS = 1024  # run at once: memory then grows with a text's length, not its square
 
 TOY_WIDTHS = dict(
@@ -295,6 +296,11 @@ class Target(nn.Module):
         if "block_size" in config_dict:
             raise ValueError(f"{folder} holds a drafter, not a target")
         config = ModelConfig.from_dict(config_dict, source)
+        if (config_dict.get("text_config") or config_dict).get("is_causal") is False:
+            raise ValueError(f"{source}: is_causal = False is not implemented in a target")
+        if config.tie_word_embeddings and has_other_head(folder):
+            print(f"{folder}: {TWO_TENSORS}")
+            config = replace(config, tie_word_embeddings=False)
         with torch.device("meta"):
             target = cls(config).requires_grad_(False)
         if before_loading:

@@ -21,11 +21,21 @@ def read_json(path) -> dict:
         hint = "" if path.parent.is_dir() else ": no such folder (a hub's name is OWNER/NAME)"
         raise FileNotFoundError(f"{path} is missing{hint}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_json_object)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def _json_object(pairs: list[tuple]) -> dict:
+    """Make an object of its pairs. A key with two values is an error: json would keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        for key, first in pairs:
+            if value[key] != first:
+                raise ValueError(f"{key} is given twice, {first!r} and {value[key]!r}")
     return value
 
 

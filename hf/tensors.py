@@ -25,6 +25,8 @@ SKIPPED = re.compile(r"^(model\.)?(visual|mtp)\.|\.rotary_emb\.inv_freq$")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 TABLE_PART = re.compile(r"(.*\.ngram_embedding)\.shard_(\d+)\.weight$")
 TABLE = ".ngram_embedding.weight"  # stays on the host in the file's dtype; its rows are converted
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 FLOAT32 = (".A_log", ".dt_bias", ".weight_scale")  # whatever dtype the other tensors get
 FP8 = torch.float8_e4m3fn
 OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -54,10 +56,15 @@ def tensor_files(folder) -> dict[str, Path]:
 
 def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
     """Return the dtype to load a folder in if nobody names one: that of its config, else that of
-    its embedding; bfloat16 for FP8."""
-    blocks = (config_dict.get("text_config") or {}, config_dict)
-    names = [block.get(key) for block in blocks for key in ("dtype", "torch_dtype")]
-    name = next(filter(None, names), "")
+    its embedding; bfloat16 for FP8. The outer dtype of a nested config counts, as in transformers,
+    which leaves the inner one as it was when it saves a model in another dtype."""
+    name = ""
+    for block in (config_dict.get("text_config") or {}, config_dict):
+        names = [block[key] for key in ("dtype", "torch_dtype") if block.get(key)]
+        if len(set(map(str, names))) == 2:
+            twice = f"dtype = {names[0]!r} contradicts torch_dtype = {names[1]!r}"
+            raise ValueError(f"{folder}/config.json: {twice}; remove one, or choose by --dtype")
+        name = names[0] if names else name
     dtype = getattr(torch, str(name), None)
     if isinstance(dtype, torch.dtype):
         return dtype if dtype.itemsize > 1 else torch.bfloat16
@@ -66,6 +73,17 @@ def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
             kind = open_tensors(path).get_slice(name).get_dtype()
             return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
     return None
+
+
+def has_other_head(folder) -> bool:
+    """Return whether a target's folder holds a head that differs from its embedding in a number.
+    They are compared in the files, which are mapped: nothing is copied."""
+    paths = tensor_files(folder)
+    embeddings = [name for name in EMBEDDINGS if name in paths]
+    if HEAD not in paths or not embeddings:
+        return False
+    head, embedding = (open_tensors(paths[n]).get_tensor(n) for n in (HEAD, embeddings[0]))
+    return head.dtype != embedding.dtype or not torch.equal(head, embedding)
 
 
 def layout(config):
@@ -105,7 +123,7 @@ def match_tensors(parameters, shapes, paths, layout, tied, folder) -> tuple[dict
     and how many stored tensors are skipped.
 
     parameters {name: tensor} are the module's; shapes and paths {stored name: ...} the folder's.
-    tied {name: other name}: if the folder lacks the first, it is the same tensor as the second.
+    tied {name: other name}: the first is the same tensor as the second, stored or not.
     """
     sources = {}
     num_skipped = 0
@@ -127,7 +145,7 @@ def match_tensors(parameters, shapes, paths, layout, tied, folder) -> tuple[dict
             raise ValueError(f"{label} has shape {tuple(shape)}, the config says {expected}")
         sources.setdefault(name, []).append((stored, region))
     for name, other in tied.items():
-        if name not in sources and other in sources:
+        if other in sources:
             sources[name] = sources[other]
     for name, parameter in parameters.items():
         count = sum(parameter[region].numel() for _, region in sources.get(name, ()))

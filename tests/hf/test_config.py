@@ -5,7 +5,14 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from hf.config import FAMILIES, FAMILY_FIELDS, config_json, model_fields
+from hf.config import (
+    FAMILIES,
+    FAMILY_FIELDS,
+    FAMILY_VALUES,
+    IMPLEMENTED_VALUES,
+    config_json,
+    model_fields,
+)
 from model import ModelConfig
 from small import ARCHS, reconfigure, small_target, spoiled_is_refused
 from target import TOYS
@@ -59,14 +66,17 @@ def test_unknown_keys_of_a_public_config_are_harmless():
 @pytest.mark.parametrize("arch", ["gdn", "qsa"])
 def test_a_nested_text_part_is_read_like_a_flat_file(arch):
     flat = TOYS[arch].to_dict()
-    text_config = {name: value for name, value in flat.items() if name != "eos_token_id"}
+    outside = ("eos_token_id", "tie_word_embeddings")  # counts where the text part has none
+    text_config = {name: value for name, value in flat.items() if name not in outside}
     nested = {
         "model_type": flat["model_type"].removesuffix("_text"),
-        "text_config": text_config | {"tie_word_embeddings": False},
-        "tie_word_embeddings": True,  # the outer one counts
-        "eos_token_id": TOYS[arch].eos_token_id,  # where the text part has none
+        "text_config": text_config,
+        "tie_word_embeddings": True,
+        "eos_token_id": TOYS[arch].eos_token_id,
     }
     expected = ModelConfig.from_dict(flat | {"tie_word_embeddings": True})
+    assert ModelConfig.from_dict(nested) == expected
+    text_config |= {"tie_word_embeddings": True, "model_type": flat["model_type"]}
     assert ModelConfig.from_dict(nested) == expected
 
 
@@ -179,3 +189,187 @@ def test_a_spoiled_config_is_one_clear_error(arch, case, changes, word):
 def test_a_folder_with_a_spoiled_config_is_refused_and_named(tmp_path, arch):
     small_target(arch=arch).save_pretrained(tmp_path)
     spoiled_is_refused(tmp_path, reconfigure(rope_parameters={"rope_type": "yarn"}), "yarn")
+
+
+# ----------------------------------------------------------- what is given twice, or not understood
+
+OF_ROPE = "rope_parameters.rope_theta = 10000.0"
+TWICE = {  # arch, changes, changes of text_config if it is nested, the two places and their values
+    "rotary base": ("gqa", {"rope_theta": 5e5}, None, OF_ROPE, "rope_theta = 500000.0"),
+    "rotary base in the older block": (
+        "gdn",
+        {"rope_scaling": {"rope_theta": 7.0}},
+        None,
+        OF_ROPE,
+        "rope_scaling.rope_theta = 7.0",
+    ),
+    "rotary type": (
+        "qsa",
+        {ROPE: {"rope_type": "default", "type": "linear"}},
+        None,
+        "rope_parameters.rope_type = 'default'",
+        "rope_parameters.type = 'linear'",
+    ),
+    "rotary type in the older block": (
+        "gqa",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        None,
+        "rope_parameters.rope_type = 'default'",
+        "rope_scaling.type = 'dynamic'",
+    ),
+    "rotary part": (
+        "gdn",
+        {"partial_rotary_factor": 0.25},
+        None,
+        "rope_parameters.partial_rotary_factor = 0.5",
+        "partial_rotary_factor = 0.25",
+    ),
+    "layer kinds": (
+        "gdn",
+        {"full_attention_interval": 3},
+        None,
+        "layer_types[2] = 'linear_attention'",
+        "full_attention_interval = 3",
+    ),
+    "tied": (
+        "gdn",
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        "tie_word_embeddings = True",
+        "text_config.tie_word_embeddings = False",
+    ),
+    "a size": ("qsa", {"vocab_size": 99}, {}, "vocab_size = 99", "text_config.vocab_size = 24"),
+    "family": (
+        "gdn",
+        {},
+        {"model_type": "qwen3"},
+        "model_type = 'qwen3_5'",
+        "text_config.model_type = 'qwen3'",
+    ),
+    "rotary block": (
+        "qsa",
+        {ROPE: {"rope_theta": 1.0}},
+        {ROPE: {"rope_theta": 2.0}},
+        "rope_parameters = {'rope_theta': 1.0}",
+        "text_config.rope_parameters = {'rope_theta': 2.0}",
+    ),
+}
+
+
+def small_config(arch: str, changes: dict, inner: dict | None) -> dict:
+    """A small config.json; where `inner` is given it is nested, with these changes inside."""
+    flat = small_target(arch=arch).config.to_dict()
+    if inner is None:
+        return flat | changes
+    outer = {"model_type": flat["model_type"].removesuffix("_text"), "text_config": flat | inner}
+    return outer | changes
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_a_field_with_two_values_is_an_error_that_names_both_places(case):
+    arch, changes, inner, first, second = TWICE[case]
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(small_config(arch, changes, inner), "there/config.json")
+    assert str(error.value).startswith("there/config.json: ") and "\n" not in str(error.value)
+    assert f"{first} contradicts {second}" in str(error.value)
+
+
+AGREEING = {
+    "rotary base, a whole number": ("gqa", {"rope_theta": 10_000}, None),
+    "rotary base in the older block": ("gdn", {"rope_scaling": {"rope_theta": 1e4}}, None),
+    "rotary type": ("gqa", {"rope_scaling": {"type": "default", "rope_type": "default"}}, None),
+    "rotary part": ("gdn", {"partial_rotary_factor": 0.5}, None),
+    "layer kinds": ("gdn", {"full_attention_interval": 4}, None),
+    "indexed layers": ("qsa", {"full_attention_interval": 4}, None),
+    "tied": ("gdn", {"tie_word_embeddings": False}, {}),
+    "a null beside a value": ("qsa", {"vocab_size": None, "rope_scaling": None}, {}),
+    "sizes": ("qsa", {"vocab_size": 24, "hidden_size": 32}, {}),
+    "stop ids outside, what cuts n-grams inside": ("qsa", {"eos_token_id": [21, 20]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", AGREEING)
+def test_a_field_with_one_value_at_two_places_is_fine(case):
+    arch, changes, inner = AGREEING[case]
+    config = ModelConfig.from_dict(small_config(arch, changes, inner))
+    assert config == small_target(arch=arch).config
+
+
+OTHER = {  # another value for each listed key
+    "hidden_act": "relu2",
+    "attn_logit_softcapping": 30.0,
+    "final_logit_softcapping": 30.0,
+    "dual_chunk_attention_config": {"chunk_size": 8192},
+    "per_layer_config": {"1": {"hidden_act": "gelu"}},
+    "num_experts": 8,
+    "output_gate_type": "sigmoid",
+    "indexer_kv_heads": 2,
+}
+ROWS = [(f, name) for f in FAMILIES for name in IMPLEMENTED_VALUES | FAMILY_VALUES[f]]
+
+
+@pytest.mark.parametrize("family, name", ROWS)
+def test_a_listed_key_takes_its_listed_values_alone(family, name):
+    config = CONFIGS[family.removesuffix("_text")]
+    values = (IMPLEMENTED_VALUES | FAMILY_VALUES[family])[name]
+    for value in (None, *values):
+        assert ModelConfig.from_dict(config.to_dict() | {name: value}) == config
+    other = OTHER[name] if name in OTHER else not values[0]
+    with pytest.raises(ValueError, match=f"{name} = .* is not implemented"):
+        ModelConfig.from_dict(config.to_dict() | {name: other})
+
+
+def test_a_window_of_a_llama_is_refused_unless_it_is_switched_off():
+    config_dict = CONFIGS["llama"].to_dict() | {"sliding_window": 4096}
+    with pytest.raises(ValueError, match="sliding_window = 4096 is not implemented"):
+        ModelConfig.from_dict(config_dict)
+    switched_off = config_dict | {"use_sliding_window": False}
+    assert ModelConfig.from_dict(switched_off) == CONFIGS["llama"]
+    qwen = ModelConfig().to_dict() | {"sliding_window": 4096}  # off unless it is switched on
+    assert ModelConfig.from_dict(qwen) == ModelConfig()
+
+
+HARMLESS = """
+    use_cache initializer_range bos_token_id eos_token_id pad_token_id attention_dropout
+    pretraining_tp output_router_logits router_aux_loss_coef
+    rope_parameters layer_types sliding_window max_window_layers
+""".split()  # they change no logits, or have rules of their own here
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("llama", "LlamaConfig"),
+        ("qwen3", "Qwen3Config"),
+        ("qwen3_5_text", "Qwen3_5TextConfig"),
+        ("qwen4_exp_text", "Qwen4ExpTextConfig"),
+    ],
+)
+def test_every_field_of_a_family_in_transformers_is_read_listed_or_harmless(family, name):
+    transformers = pytest.importorskip("transformers")
+    common = {field.name for field in fields(transformers.PreTrainedConfig)}
+    theirs = {field.name for field in fields(getattr(transformers, name))} - common
+    known = {*FAMILY_FIELDS[family], *IMPLEMENTED_VALUES, *FAMILY_VALUES[family], *HARMLESS}
+    assert len(theirs) > 10 and theirs <= known
+
+
+BEYOND = {  # vocab_size is 24
+    "a stop id": ("gqa", {"eos_token_id": 24}, None, "eos_token_id 24"),
+    "one of several": ("gqa", {"eos_token_id": [3, 151645]}, None, "eos_token_id 151645"),
+    "below zero": ("gdn", {"eos_token_id": -1}, None, "eos_token_id -1"),
+    "a pad id": ("gqa", {"pad_token_id": 99}, None, "pad_token_id 99"),
+    "beside the text part": ("gdn", {"eos_token_id": [24]}, {}, "eos_token_id 24"),
+    "in the text part": ("qsa", {}, {"pad_token_id": 24}, "pad_token_id 24"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_an_id_beyond_the_vocabulary_is_an_error_that_names_it(case):
+    arch, changes, inner, word = BEYOND[case]
+    with pytest.raises(ValueError, match=f"there: {word} is no id, vocab_size is 24"):
+        ModelConfig.from_dict(small_config(arch, changes, inner), "there")
+
+
+def test_no_pad_id_may_be_written_as_minus_one():
+    config_dict = small_config("gqa", {"pad_token_id": -1, "eos_token_id": [22, 23]}, None)
+    assert ModelConfig.from_dict(config_dict) == small_target().config

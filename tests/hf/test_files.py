@@ -15,6 +15,16 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(tmp_path, text,
         read_json(path)
 
 
+@pytest.mark.parametrize("inside", ["%s", '{"text_config": %s}', '{"shards": [%s]}'])
+def test_a_key_with_two_values_in_one_object_is_an_error(tmp_path, inside):
+    path = tmp_path / "config.json"
+    path.write_text(inside % '{"head_dim": 8, "head_dim": 16}')
+    with pytest.raises(ValueError, match="config.json.*: head_dim is given twice, 8 and 16"):
+        read_json(path)
+    path.write_text(inside % '{"head_dim": 8, "head_dim": 8.0}')
+    assert "8.0" in str(read_json(path))
+
+
 def test_a_missing_file_is_told_apart_from_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing$"):
         read_json(tmp_path / "config.json")

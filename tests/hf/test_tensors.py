@@ -104,6 +104,127 @@ def test_fp8_experts_are_dequantised_and_an_fp8_table_with_one_scale_stays(tmp_p
         Target.from_pretrained(tmp_path)
 
 
+def replace_head(folder, change) -> None:
+    """Put change(embedding) into a folder as its lm_head, in another shard where there are some."""
+    target = Target.from_pretrained(folder)
+    head = {"lm_head.weight": change(target.model.embed_tokens.weight.detach())}
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return rewrite(lambda tensors: tensors.update(head))(folder)
+    shards = json.loads(index.read_text())
+    shards["weight_map"]["lm_head.weight"] = "head.safetensors"
+    index.write_text(json.dumps(shards))
+    save_file(head, folder / "head.safetensors", {"format": "pt"})
+
+
+TIED = {  # family, how it is saved
+    "flat": ("gdn", {}),
+    "nested": ("gdn", {"nested": True}),
+    "nested, fused experts": ("qsa", {"nested": True, "fused": True}),
+    "shards": ("qwen3", {}),
+}
+
+
+def tied_and_saved(folder, form: str):
+    """A tiny model of transformers' whose config says that the head is tied; its class."""
+    family, variant = TIED[form]
+    if family != "qwen3":
+        return type(theirs_saved(folder, family, variant | {"tie_word_embeddings": True}))
+    config = transformers.Qwen3Config(**SMALL, tie_word_embeddings=True)
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder, max_shard_size="9KB")
+    return transformers.Qwen3ForCausalLM
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_a_tied_config_with_another_head_in_the_file_uses_both(tmp_path, capsys, form):
+    model_class = tied_and_saved(tmp_path, form)
+    tokens = torch.arange(20)[None]
+    tied_logits = Target.from_pretrained(tmp_path)(tokens)
+    replace_head(tmp_path, lambda embedding: embedding.flip(0) * 2)
+    capsys.readouterr()
+    target = Target.from_pretrained(tmp_path)
+    assert capsys.readouterr().out.count("lm_head differs from the embedding: both are used\n") == 1
+    with torch.no_grad():
+        theirs = model_class.from_pretrained(tmp_path).eval()(tokens).logits
+    size = theirs.abs().max()
+    assert (target(tokens) - theirs).abs().max() < 1e-4 * size
+    assert (tied_logits - theirs).abs().max() > 0.1 * size
+
+    target.save_pretrained(tmp_path / "again")
+    config_dict = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config_dict["tie_word_embeddings"] is False
+    capsys.readouterr()
+    again = Target.from_pretrained(tmp_path / "again")
+    assert capsys.readouterr().out == ""
+    assert torch.equal(again(tokens), target(tokens))
+    with torch.no_grad():
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+        assert (opened(tokens).logits - theirs).abs().max() < 1e-4 * size
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_a_tied_config_with_the_same_head_in_the_file_shares_one_tensor(tmp_path, capsys, form):
+    tied_and_saved(tmp_path, form)
+    before = Target.from_pretrained(tmp_path)
+    replace_head(tmp_path, torch.clone)
+    capsys.readouterr()
+    target = Target.from_pretrained(tmp_path)
+    assert "lm_head" not in capsys.readouterr().out
+    assert target.config == before.config and target.config.tie_word_embeddings
+    assert target.lm_head.weight is target.model.embed_tokens.weight
+    assert torch.equal(target.lm_head.weight, before.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda t: t.clone().index_fill_(0, torch.tensor(3), 0.1),
+        torch.Tensor.double,
+        torch.zeros_like,
+    ],
+    ids=["in one row", "in its dtype", "in every number"],
+)
+def test_a_head_counts_as_another_if_it_differs(tmp_path, head):
+    small_target(tie_word_embeddings=True).save_pretrained(tmp_path)
+    replace_head(tmp_path, head)
+    target = Target.from_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert target.lm_head.weight is not target.model.embed_tokens.weight
+    assert torch.equal(target.lm_head.weight, expected["lm_head.weight"].float())
+    assert torch.equal(target.model.embed_tokens.weight, expected["model.embed_tokens.weight"])
+
+
+def test_the_number_type_of_a_nested_config_is_the_outer_one_as_in_transformers(tmp_path):
+    theirs_saved(tmp_path, "gdn", {"nested": True})
+    text_config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    for outer, inner in [("bfloat16", "float32"), ("float32", "bfloat16")]:
+        reconfigure(dtype=outer, text_config=text_config | {"dtype": inner})(tmp_path)
+        expected = getattr(torch, outer)
+        assert Target.from_pretrained(tmp_path).lm_head.weight.dtype == expected
+        model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path, dtype="auto")
+        assert model.dtype == expected
+
+
+def test_two_number_types_are_an_error_unless_one_is_chosen(tmp_path):
+    small_target().save_pretrained(tmp_path)
+    reconfigure(torch_dtype="float32")(tmp_path)
+    Target.from_pretrained(tmp_path)
+    reconfigure(torch_dtype="bfloat16")(tmp_path)
+    both = "dtype = 'float32' contradicts torch_dtype = 'bfloat16'.*--dtype"
+    with pytest.raises(ValueError, match=both):
+        Target.from_pretrained(tmp_path)
+    assert Target.from_pretrained(tmp_path, dtype=torch.bfloat16).lm_head.weight.itemsize == 2
+
+
+def test_a_target_that_sees_what_follows_is_refused(tmp_path):
+    theirs_saved(tmp_path, "gdn", {"nested": True})
+    text_config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    looking_back = reconfigure(text_config=text_config | {"is_causal": True})
+    looking_back(tmp_path)
+    both_ways = reconfigure(text_config=text_config | {"is_causal": False})
+    spoiled_is_refused(tmp_path, both_ways, "is_causal = False is not implemented")
+
+
 def test_rotary_frequencies_of_old_conversions_are_skipped(tmp_path):
     small_target().save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
