@@ -34,7 +34,7 @@ from drafter import GREEDY, PLAIN, Drafter, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
 from support.cpu import for_cpu
-from support.flags import DTYPES, dtype_of, flag, parse_flags, run_command
+from support.flags import DTYPES, TEMPLATE_ARGS, dtype_of, flag, parse_flags, run_command
 from target import Scored, Target
 from tree import ProposalTree, build_tree, gather_slots
 
@@ -58,7 +58,9 @@ class Result:
     def append(self, accepted: list[int], token: int, options: "Options") -> None:
         """Add a round's accepted drafts and the target's own token, up to a stop token."""
         if token < 0:
-            raise ValueError("the target's logits are NaN (an overflow?): try --dtype float32")
+            raise ValueError(
+                "the target's logits are NaN or infinite (overflow?): try --dtype float32"
+            )
         new = [*accepted, token]
         drafted = [True] * len(accepted) + [False]
         stop = next((i for i, t in enumerate(new) if t in options.stop_ids), None)
@@ -101,8 +103,10 @@ class Options:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
-        if self.draft_length < 0:
-            raise ValueError(f"draft_length is {self.draft_length}: 0 is all, else at least 1")
+        W = drafter.config.num_draft_tokens if drafter else 0
+        if not 0 <= self.draft_length <= W:
+            limit = f"the drafter proposes {W} tokens" if drafter else "there is no drafter"
+            raise ValueError(f"draft_length is {self.draft_length}: {limit} (0 verifies all)")
         if self.sampling.temperature == 0 and self.draft_sampling not in (None, GREEDY):
             raise ValueError("at temperature 0 drafts are greedy too: leave draft_sampling out")
         if self.choose and not (drafter and drafter.has_confidence):
@@ -139,8 +143,8 @@ def verify(
 
     logits (B,W+1,V) of the target, drafts (B,W), -1 after the last one to be judged, q (B,W,V)
     what they were drawn from, uniforms (B,W+1): W acceptances and one token. Returns the number
-    accepted (B,) and the next token (B,), -1 where the logits are NaN. At temperature 0, q and
-    uniforms are not read: a draft is the argmax or it is not."""
+    accepted (B,) and the next token (B,), -1 where the logits are NaN or infinite. At temperature
+    0, q and uniforms are not read: a draft is the argmax or it is not."""
     W = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
     if sampling.temperature == 0:
@@ -160,8 +164,8 @@ def verify(
         was_rejected = num_accepted < judged.sum(1)  # else nothing is subtracted
         q_next = q[rows, num_accepted.clamp(max=W - 1)] * was_rejected[:, None]
         token = draw(residual(p[rows, num_accepted], q_next), uniforms[:, W:])[:, 0]
-    is_nan = logits[rows, num_accepted].isnan().any(-1)
-    return num_accepted, torch.where(is_nan, -1, token)
+    is_finite = logits[rows, num_accepted].amax(-1).isfinite()  # NaN is the largest, too
+    return num_accepted, torch.where(is_finite, token, -1)
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -423,8 +427,14 @@ class ServeConfig:
     seed: int = flag(0, "of everything drawn")
     compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
     color: str = flag("auto", "colour accepted drafts", choices=("auto", "always", "never"))
+    chat_template_args: str = flag("", TEMPLATE_ARGS)
     device: str = flag("cpu", "cpu or cuda")
     dtype: str = flag("", "empty: what the target's config names", choices=DTYPES)
+
+    NEEDS = (  # flags, what they mean nothing without, whether a config has it
+        ("draft_length compare", "--drafter", lambda c: c.drafter),
+        ("top_k top_p", "--temperature above 0", lambda c: c.temperature > 0),
+    )
 
 
 def marked(result: Result, tokenizer, color: bool) -> str:
@@ -473,7 +483,7 @@ def serve(config: ServeConfig) -> None:
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     target = for_cpu(Target.from_pretrained(config.target, config.device, dtype_of(config)))
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     drafter = None
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from drafter import Sampling
 from hf import load_tokenizer
 from lab.common import LabConfig, open_drafters, require
-from support.flags import flag
+from support.flags import TEMPLATE_ARGS, flag
 from support.measure import TaskMean, by_task, evaluate, format_gain, gain, read_tasks
 
 
@@ -29,6 +29,9 @@ class Config(LabConfig):
     max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
     draft_length: int = flag(0, "drafts verified in a round; 0: all that a drafter proposes", low=0)
     batch_size: int = flag(32, "prompts decoded at once", low=1)
+    chat_template_args: str = flag("", TEMPLATE_ARGS)
+
+    NEEDS = (("top_k top_p", "one of --temperatures above 0", lambda c: max(c.temperatures) > 0),)
 
 
 def task_row(results, plain, temperature: float) -> dict:
@@ -68,7 +71,7 @@ def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None
 def run(config: Config) -> dict:
     require(config, "tasks")
     target, drafters = open_drafters(config)
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     how = (config.num_prompts, config.prompt_length, config.seed)
     tasks = read_tasks(config.tasks, tokenizer, *how)
     options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}

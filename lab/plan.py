@@ -31,6 +31,7 @@ BF16_BYTES = 2  # bytes of a number in bfloat16, the target's type
 LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
 USABLE = 0.9  # share of a GPU's memory that may be planned with
 ON_POLICY = ("specopd", "story")
+SIZES = ("num_references", "response_length")  # needed, from whatever file references will come
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Config(TrainConfig):
 
     out: str = flag("runs/plan", "folder for summary.json", group="the plan")
     gpu_gib: float = flag(80.0, "memory of a GPU", group="the plan", low=1)
+
+    NEEDS = tuple(row for row in TrainConfig.NEEDS if row[0] not in SIZES)
 
 
 def num_parameters(module) -> int:

@@ -28,6 +28,11 @@ class Config(LabConfig):
     prompt_length: int = flag(64, "tokens of the prompt that the target continues", low=1)
     repeats: int = flag(7, "timed repeats", low=1)
 
+    NEEDS = (
+        ("arch", "no --target", lambda c: not c.target),
+        ("prompt_length dtype", "--target", lambda c: c.target),
+    )
+
 
 def measure_spacing(target, tokens, tree, anchors, spacing: int, repeats: int) -> tuple:
     """Figures of one spacing, and the first linear layer's states at the anchors."""

@@ -18,7 +18,7 @@ from drafter import Sampling
 from hf import load_tokenizer
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_drafters
 from serve import Batch, Options
-from support.flags import flag
+from support.flags import TEMPLATE_ARGS, flag
 from support.measure import evaluate, read_tasks
 
 NUM_WATCHED = 4  # prompts decoded with the stages timed
@@ -35,6 +35,9 @@ class Config(LabConfig):
     max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
     temperature: float = flag(0.0, "temperature of decoding", low=0)
     repeats: int = flag(7, "timed repeats", low=1)
+    chat_template_args: str = flag("", TEMPLATE_ARGS)
+
+    NEEDS = (("chat_template_args", "--tasks", lambda c: c.tasks),)
 
 
 def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, stop_ids) -> dict:
@@ -84,7 +87,7 @@ def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) ->
 def run(config: Config) -> dict:
     target, drafters = open_drafters(config)
     arms = {"off": None} | drafters
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
     if config.tasks:

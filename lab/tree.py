@@ -32,6 +32,12 @@ class Config(LabConfig):
     prompt_length: int = flag(64, "tokens of the prompt that the target continues", low=1)
     repeats: int = flag(7, "timed repeats", low=1)
 
+    NEEDS = (
+        ("arch", "no --target", lambda c: not c.target),
+        ("prompt_length dtype", "--target", lambda c: c.target),
+        ("num_draft_tokens", "no --drafter", lambda c: not c.drafter),
+    )
+
 
 def draw_branches(config: Config, target, drafter: Drafter | None, tokens, anchors, generator):
     """Branches (1,A,K,W) at anchors (1,A) of a text: the drafter's, or random tokens."""

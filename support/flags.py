@@ -1,8 +1,9 @@
 """Command-line flags from a frozen dataclass, and errors in one line.
 
 A field made by `flag(default, text)` is a flag: its default, its help text and its limits stand in
-one place. Later sources win: defaults, --preset, --config FILE, flags. What a user gets wrong is a
-ValueError or an OSError, which `run_command` prints as one line; its exit code is then 2.
+one place. Later sources win: defaults, --preset, --config FILE, flags. A config's table NEEDS says
+which flags mean something only beside others. What a user gets wrong is a ValueError or an OSError,
+which `run_command` prints as one line; its exit code is then 2.
 
     pytest tests/support/test_flags.py
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 DTYPES = ("", "float32", "bfloat16")  # what --dtype accepts
+TEMPLATE_ARGS = 'variables of the chat template, as JSON: {"enable_thinking": false}'
 
 
 class Stopped(Exception):
@@ -49,6 +51,27 @@ def check_ranges(config) -> None:
         for number in value if isinstance(value, tuple | list) else (value,):
             if low is not None and not low <= number < float("inf"):
                 raise ValueError(f"{option_name(field.name)} {number}: at least {low} is needed")
+
+
+def unmet_needs(config) -> dict[str, str]:
+    """The fields that mean nothing in this config, and what each would need in words. The table
+    NEEDS of the config's class has rows (fields, words, holds(config))."""
+    rows = getattr(config, "NEEDS", ())
+    return {n: words for names, words, holds in rows for n in names.split() if not holds(config)}
+
+
+def check_needs(config, on_command_line: dict) -> None:
+    """Raise a ValueError for a flag of the command line that means nothing beside the others. One
+    printed line names those of a preset or a file: such a set of flags may serve several runs."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    ignored = []
+    for name, words in unmet_needs(config).items():
+        if name in on_command_line:
+            raise ValueError(f"{option_name(name)} means nothing here: it needs {words}")
+        if getattr(config, name) != defaults[name]:
+            ignored.append(option_name(name))
+    if ignored:
+        print(f"ignored, because they mean nothing here: {' '.join(ignored)}")
 
 
 def check_values(values: dict, config_class, source: str) -> None:
@@ -93,10 +116,11 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def _add_flag(group, field) -> None:
+def _add_flag(group, field, words: str) -> None:
     kind = type(field.default)
     default = " ".join(map(str, field.default)) if kind is tuple else field.default
     text = field.metadata["help"] + (f" (default: {default})" if default != "" else "")
+    text += f"; needs {words}" if words else ""
     options = {"help": text.replace("%", "%%")}
     name = option_name(field.name)
     if kind is bool:
@@ -132,8 +156,10 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
     fields = dataclasses.fields(config_class)
     titles = dict.fromkeys(field.metadata["group"] for field in fields)
     groups = {title: parser.add_argument_group(title) for title in titles}
+    rows = getattr(config_class, "NEEDS", ())
+    needs = {name: words for names, words, _ in rows for name in names.split()}
     for field in fields:
-        _add_flag(groups[field.metadata["group"]], field)
+        _add_flag(groups[field.metadata["group"]], field, needs.get(field.name, ""))
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
@@ -145,7 +171,18 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
     config = config_class(**values | flags)
     check_ranges(config)
     check_device(config)
+    check_needs(config, flags)
     return config
+
+
+def _memory_hint() -> str:
+    """The flags of the running command that save memory."""
+    command = Path(sys.argv[0]).name
+    if command == "train.py":
+        flags = "a larger --grad-accum, --recompute, fewer --num-anchors, --cache-gib 0"
+        return f"this saves some: {flags}, --dtype bfloat16 (python -m lab plan knows sizes)"
+    flags = "--batch-size, --part, --num-anchors, --prompt-length, --max-new-tokens"
+    return f"take fewer at once (of {flags} those that the command has) or --dtype bfloat16"
 
 
 def _explain(error: Exception) -> str | None:
@@ -155,7 +192,7 @@ def _explain(error: Exception) -> str | None:
     details = " ".join(repr(error).split())[:120]
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if out_of_memory or "can't allocate memory" in str(error):
-        return f"out of memory, take fewer at once (--grad-accum, --batch-size, --part): {details}"
+        return f"out of memory, {_memory_hint()}: {details}"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "another process failed: " + details
     return None

@@ -372,6 +372,8 @@ def test_an_empty_residual_falls_back_to_p():
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(max_new_tokens=5, batch_size=0), "batch_size"),
         (dict(max_new_tokens=5, draft_length=-1), "draft_length"),
+        (dict(max_new_tokens=5, draft_length=W + 1), f"the drafter proposes {W} tokens"),
+        (dict(max_new_tokens=5, draft_length=20), "draft_length is 20"),
         (dict(max_new_tokens=600), "maximum length"),
         (dict(max_new_tokens=5, draft_sampling=PLAIN), "draft_sampling"),
         (dict(max_new_tokens=5, choose=likely_alone), "confidence head"),
@@ -387,12 +389,13 @@ def test_an_empty_prompt_is_named(target, drafter):
         generate(target, drafter, [[1], []], 5)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_target_whose_logits_are_no_numbers_is_an_error(temperature):
+def test_a_target_whose_logits_are_no_numbers_is_an_error(temperature, number):
     target = small_target()
     drafter = small_drafter(target)
     sampling = Sampling(temperature)
-    target.lm_head.weight.data[3] = torch.nan
+    target.lm_head.weight.data[3] = number
     for proposer in (None, drafter):
         with pytest.raises(ValueError, match="logits are NaN"):
             generate(target, proposer, [[1, 2, 3]], 8, sampling)
@@ -401,7 +404,7 @@ def test_a_target_whose_logits_are_no_numbers_is_an_error(temperature):
     def nan_from_the_first_round_on(self, hidden):
         calls.append(hidden)
         logits = honest(self, hidden)
-        return logits.nan_to_num() if len(calls) == 1 else logits
+        return logits.nan_to_num(0, 0, 0) if len(calls) == 1 else logits
 
     target.head = nan_from_the_first_round_on.__get__(target)
     with pytest.raises(ValueError, match="logits are NaN"):
@@ -500,7 +503,7 @@ def broken(folders, tmp_path):
         ("--target TARGET --prompt a --max-new-tokens 0", "--max-new-tokens 0"),
         ("--target TARGET --prompt a --max-new-tokens many", "invalid int"),
         ("--target TARGET --prompt a --temprature 1", "--temperature"),
-        ("--target TARGET --prompt a --top-p 0", "top_p"),
+        ("--target TARGET --prompt a --temperature 1 --top-p 0", "top_p"),
         ("--target TARGET --prompt a --temperature nan", "temperature"),
         ("--target TARGET --prompt=", "empty"),
         ("--target TARGET --prompts none.jsonl", "none.jsonl"),

@@ -5,7 +5,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from support.flags import Stopped, check_ranges, flag, parse_flags, run_command
+import lab.al
+import lab.plan
+import lab.speed
+import lab.tree
+import train
+from serve import ServeConfig
+from support.flags import (
+    Stopped,
+    check_ranges,
+    flag,
+    option_name,
+    parse_flags,
+    run_command,
+    unmet_needs,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,84 @@ def test_a_value_below_its_smallest_is_an_error():
         parse_flags(Flags, "", ["--sizes", "4", "0"])
 
 
+MEANINGLESS = [  # a command, its flags, the one that means nothing beside the others
+    (train.TrainConfig, "--mode ce --loss tv --num-branches 7", "--num-branches"),
+    (train.TrainConfig, "--mode ce --loss tv", "--loss"),
+    (train.TrainConfig, "--mode e2e --num-greedy 1", "--num-greedy"),
+    (train.TrainConfig, "--mode e2e --no-merge", "--merge"),
+    (train.TrainConfig, "--mode rollout --num-anchors 4", "--num-anchors"),
+    (train.TrainConfig, "--mode specopd --ce-decay 7", "--ce-decay"),
+    (train.TrainConfig, "--mode specopd --warm-steps 7", "--warm-steps"),
+    (train.TrainConfig, "--mode ce --branch-temperature 0.5", "--branch-temperature"),
+    (train.TrainConfig, "--mode ce --target x --arch gdn", "--arch"),
+    (train.TrainConfig, "--mode ce --target x --target-steps 9", "--target-steps"),
+    (train.TrainConfig, "--stop-after 3", "--stop-after"),
+    (train.TrainConfig, "--references x.jsonl --num-references 9", "--num-references"),
+    (train.TrainConfig, "--mode ce --references x.safetensors --response-length 9", "--response"),
+    (train.TrainConfig, "--skip-bad-lines", "--skip-bad-lines"),
+    (train.TrainConfig, "--markov-head rnn", "--markov-head"),
+    (train.TrainConfig, "--rank 8", "--rank"),
+    (train.TrainConfig, "--drafter-kind dflash2 --detach-confidence never", "--detach-conf"),
+    (lab.plan.Config, "--mode ce --num-branches 4", "--num-branches"),
+    (ServeConfig, "--target x --draft-length 3", "--draft-length"),
+    (ServeConfig, "--target x --drafter y --top-k 3", "--top-k"),
+    (lab.al.Config, "--temperatures 0 --top-p 0.9", "--top-p"),
+    (lab.speed.Config, "--chat-template-args {}", "--chat-template-args"),
+    (lab.tree.Config, "--target x --arch gdn", "--arch"),
+    (lab.tree.Config, "--drafter y --num-draft-tokens 4", "--num-draft-tokens"),
+]
+
+
+@pytest.mark.parametrize("config_class, line, name", MEANINGLESS, ids=[x[1] for x in MEANINGLESS])
+def test_a_flag_that_means_nothing_beside_the_others_is_an_error(config_class, line, name):
+    with pytest.raises(ValueError, match=f"{name}.* means nothing here: it needs"):
+        parse_flags(config_class, "", line.split())
+
+
+MEANINGFUL = [
+    (train.TrainConfig, "--mode specopd --loss tv --num-branches 7 --num-anchors 3"),
+    (train.TrainConfig, "--mode ce --drafter-kind dspark --branch-temperature 0.5"),
+    (train.TrainConfig, "--mode ce --drafter x --rank 8 --detach-confidence never"),
+    (train.TrainConfig, "--mode rollout --references x.safetensors --response-length 9"),
+    (train.TrainConfig, "--mode ce --references x.jsonl --response-length 9 --skip-bad-lines"),
+    (lab.plan.Config, "--target x --references x.safetensors --num-references 9"),
+    (ServeConfig, "--target x --temperature 1 --top-k 3"),
+    (lab.al.Config, "--temperatures 0 1 --top-p 0.9"),
+]
+
+
+@pytest.mark.parametrize("config_class, line", MEANINGFUL, ids=[x[1] for x in MEANINGFUL])
+def test_flags_that_mean_something_together_are_taken(config_class, line):
+    parse_flags(config_class, "", line.split())
+
+
+def test_what_a_preset_or_a_file_sets_in_vain_is_named(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text('{"num_branches": 4, "loss": "tv", "mode": "specopd"}')
+    line = ["--config", str(path), "--mode", "ce", "--preset", "smoke", "--target", "x"]
+    parse_flags(train.TrainConfig, "", line, {"smoke": train.SMOKE})
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert "ignored" in printed
+    for name in ("--num-branches", "--loss", "--target-steps", "--target-layers", "--warm-steps"):
+        assert name in printed
+    assert "--num-anchors" not in printed
+    parse_flags(train.TrainConfig, "", ["--preset", "smoke"], {"smoke": train.SMOKE})
+    assert not capsys.readouterr().out
+
+
+def test_every_need_names_flags_that_exist_and_help_says_it(capsys):
+    for config_class in (train.TrainConfig, ServeConfig, lab.al.Config, lab.tree.Config):
+        with pytest.raises(SystemExit):
+            parse_flags(config_class, "", ["--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        for names, words, _ in config_class.NEEDS:
+            assert f"needs {words}" in text
+            assert all(f"{option_name(name)} " in text for name in names.split())
+    assert not unmet_needs(
+        train.TrainConfig(drafter_kind="dspark", corpus="x", mode="story")
+    ).keys() - {"stop_after"}
+
+
 @dataclass(frozen=True)
 class Here:
     device: str = flag("cpu", "device")
@@ -91,7 +183,7 @@ def test_a_device_must_be_here_unless_the_command_is_about_another_machine(monke
             parse_flags(config_class, "", ["--device", "tpu"])
 
 
-OUT_OF_MEMORY = "out of memory, take fewer at once"
+OUT_OF_MEMORY = "out of memory, take fewer at once (of --batch-size"
 
 
 @pytest.mark.parametrize(
