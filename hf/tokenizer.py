@@ -2,20 +2,29 @@
 
 Byte-level BPE is implemented in the three forms that GPT-2, SmolLM2 and Qwen have. Stop and pad
 ids and the chat template come from the files beside it. What is not implemented is an error that
-names it.
+names it. What stands before raw text (a BOS) is added to raw text alone: a chat template writes
+all that a chat needs.
 
     pytest tests/hf/test_tokenizer.py
 """
 
 import contextlib
+import hashlib
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiktoken
 
-from hf.chat import render
+from hf.chat import (
+    check_shown,
+    generation_pieces,
+    has_generation_tag,
+    read_template_args,
+    render,
+    tools_of,
+)
 from hf.files import model_folder, read_json
 
 # how GPT-2 cuts text into pieces, and the same where every digit has been split off before
@@ -23,6 +32,11 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 DIGITS_PATTERN = (
     r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s+"
 )
+# why a turn of the assistant is not supervised
+NO_TURN = "no assistant turn"
+NO_PROMPT = "nothing stands before the assistant's turn"
+NO_HEADER = "the turn does not begin as the chat template prompts for one"
+REWRITTEN = "the chat template writes the turn differently when others follow"
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,21 @@ class Tokenizer:
     normalise: bool  # NFC, between special tokens
     template: str | None  # Jinja text
     names: dict[str, str]  # bos_token, eos_token, ...
+    tokenizer_hash: str  # of tokenizer.json
+    tool_template: str | None = None  # Jinja text for chats with tools, where it is another
+    template_args: dict = field(default_factory=dict)  # variables of the template
+    bos: str = ""  # special tokens before raw text
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """Ids that stand before raw text."""
+        return self.encode(self.bos)
+
+    @property
+    def template_hash(self) -> str:
+        """A number that tells one chat template from another; empty without a template."""
+        text = (self.template or "") + (self.tool_template or "")
+        return _hash(text.encode()) if text else ""
 
     @property
     def text_ids(self) -> set[int]:
@@ -67,45 +96,101 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True, **options) -> str:
-        """Return a conversation as the model's template writes it; without a template, its texts.
-        `options` (enable_thinking, tools, ...) pass through to the template."""
-        return render(self.template, messages, add_generation_prompt, self.names | options)
+        """Return a conversation as the model's template writes it; without a template, its texts
+        after the BOS. `options` (enable_thinking, tools, ...) pass through to the template."""
+        names = self._names(messages) | options
+        template = self._template(names["tools"])
+        text = render(template, messages, add_generation_prompt, names)
+        return text if template else self.bos + text
+
+    def _names(self, messages: list[dict]) -> dict:
+        return self.names | self.template_args | {"tools": tools_of(messages)}
+
+    def check_shown(self, messages: list[dict]) -> None:
+        """Raise a ValueError if a conversation carries what the template never looks at."""
+        check_shown(self._template(tools_of(messages)), messages)
+
+    def _template(self, tools: list[dict] | None) -> str | None:
+        return self.template if tools is None else self.tool_template or self.template
 
     def supervised(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
         """Return a conversation's ids and a mask: True for the ids of the assistant's turns, but
-        not of their headers. A turn that the template renders differently when other turns
-        follow it (it drops thinking) is not supervised. If no turn is left, that is an error."""
+        not of their headers. If no turn is left, that is an error."""
+        ids, mask, reasons = self.turns(messages)
+        if not any(mask):
+            raise ValueError(f"nothing to supervise: {reasons[0]}")
+        return ids, mask
+
+    def turns(self, messages: list[dict]) -> tuple[list[int], list[bool], list[str]]:
+        """Return what `supervised` does, and for each assistant turn that is not supervised the
+        reason. Generation tags of the template say which text is supervised."""
         whole = self.chat(messages, False)
-        cuts = [0]  # of the text; every second piece is a turn of the assistant
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.chat(messages[:i], True)
-            after = self.chat(messages[: i + 1], False)
-            if after.startswith(before) and whole.startswith(after) and len(before) >= cuts[-1]:
-                cuts += [len(before), len(after)]
+        self.check_shown(messages)
+        names = self._names(messages)
+        template = self._template(names["tools"])
+        if has_generation_tag(template):
+            ids, mask = self._overlapping(generation_pieces(template, messages, names))
+            return ids, mask, [] if any(mask) else [NO_TURN]
+        cuts, reasons = self._cuts(messages, whole)
         ids = []
         mask = []
         for number, (start, end) in enumerate(zip(cuts, [*cuts[1:], None])):
             piece_ids = self.encode(whole[start:end])
             ids += piece_ids
             mask += [number % 2 == 1] * len(piece_ids)
-        if not any(mask):
-            raise ValueError("nothing to supervise: no assistant turn in the conversation")
+        return ids, mask, reasons
+
+    def _cuts(self, messages: list[dict], whole: str) -> tuple[list[int], list[str]]:
+        """Where to cut the text of a conversation, so that every second piece is a turn of the
+        assistant; and the reasons for turns that are not cut out."""
+        cuts = [0]
+        reasons = []
+        tools = {"tools": tools_of(messages)}
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in turns:
+            if i == 0:
+                reasons.append(NO_PROMPT)
+                continue
+            before = self.chat(messages[:i], True, **tools)
+            after = self.chat(messages[: i + 1], False, **tools)
+            if not after.startswith(before):
+                reasons.append(NO_HEADER)
+            elif not whole.startswith(after) or len(before) < cuts[-1]:
+                reasons.append(REWRITTEN)
+            else:
+                cuts += [len(before), len(after)]
+        return cuts, reasons if turns else [NO_TURN]
+
+    def _overlapping(self, pieces: list[str]) -> tuple[list[int], list[bool]]:
+        """Return the ids of a text in pieces, and True for ids that reach into a second one."""
+        ids = self.encode("".join(pieces))
+        is_inside = bytearray()
+        for number, piece in enumerate(pieces):
+            is_inside += bytes([number % 2]) * sum(self._sizes(self.encode(piece)))
+        mask = []
+        start = 0
+        for size in self._sizes(ids):
+            mask.append(any(is_inside[start : start + size]))
+            start += size
         return ids, mask
 
+    def _sizes(self, ids: list[int]) -> list[int]:
+        """How many bytes of text each id stands for."""
+        return [len(self.encoding.decode_single_token_bytes(i)) for i in ids]
 
-def load_tokenizer(folder) -> Tokenizer:
-    """Read tokenizer.json of a byte-level BPE, stop and pad ids and the chat template."""
+
+def load_tokenizer(folder, template_args: str = "") -> Tokenizer:
+    """Read tokenizer.json of a byte-level BPE, stop and pad ids and the chat template.
+    template_args: the JSON object of --chat-template-args, variables of the template."""
     folder = model_folder(str(folder))
     try:
-        return _load(folder)
+        return _load(folder, template_args)
     except (AttributeError, TypeError, KeyError, IndexError) as error:
         source = f"{folder}: tokenizer.json or a file beside it"
         raise ValueError(f"{source} has not the form of a byte-level BPE: {error!r}") from None
 
 
-def _load(folder: Path) -> Tokenizer:
+def _load(folder: Path, template_args: str) -> Tokenizer:
     source = folder / "tokenizer.json"
     file = read_json(source)
     _check_bpe(file, source)
@@ -128,13 +213,28 @@ def _load(folder: Path) -> Tokenizer:
     encoding = tiktoken.Encoding(
         folder.name, pat_str=_pattern(file, source), mergeable_ranks=ranks, special_tokens=special
     )
-    stop_ids, pad_id = _stop_and_pad_ids(folder)
-    unknown = ids.get(model.get("unk_token"))
-    normalise = _normalizers(file) == ["NFC"]
-    template, names = _chat_template(folder)
+    templates, names = _chat_templates(folder)
+    template = templates.get("default")
+    stop_ids, pad_id = _stop_and_pad_ids(folder, num_tokens, ids.get(names.get("eos_token")))
     return Tokenizer(
-        encoding, num_tokens, stop_ids, pad_id, special, unknown, normalise, template, names
+        encoding=encoding,
+        num_tokens=num_tokens,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        special=special,
+        unknown=ids.get(model.get("unk_token")),
+        normalise=_normalizers(file) == ["NFC"],
+        template=template,
+        names=names,
+        tokenizer_hash=_hash(source.read_bytes()),
+        tool_template=templates.get("tool_use"),
+        template_args=read_template_args(template_args, template),
+        bos=_bos(file, special, source),
     )
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _normalizers(file: dict) -> list[str]:
@@ -198,32 +298,74 @@ def _read_if_there(path: Path) -> dict:
     return read_json(path) if path.is_file() else {}
 
 
-def _stop_and_pad_ids(folder: Path) -> tuple[tuple[int, ...], int]:
-    """Read the ids from config.json and generation_config.json; the latter wins."""
+def _bos(file: dict, special: dict[str, int], source: Path) -> str:
+    """Return the special tokens that the post_processor puts before a text, spelled out."""
+    processor = file.get("post_processor") or {"processors": []}
+    parts = processor.get("processors", [processor])
+    adding = [p for p in parts if p.get("type") != "ByteLevel"]  # it moves offsets, adds no token
+    if not adding:
+        return ""
+    kinds = [part.get("type") for part in adding]
+    if kinds != ["TemplateProcessing"]:
+        raise ValueError(f"{source}: post_processor {kinds} is not implemented")
+    [part] = adding
+    *front, last = part["single"]
+    names = [entry["SpecialToken"]["id"] for entry in front if "SpecialToken" in entry]
+    if len(names) < len(front) or "Sequence" not in last:
+        raise ValueError(f"{source}: post_processor with tokens after a text: not implemented")
+    tokens = [part["special_tokens"][name] for name in names]
+    texts = [text for token in tokens for text in token["tokens"]]
+    if [special.get(text) for text in texts] != [i for token in tokens for i in token["ids"]]:
+        raise ValueError(f"{source}: post_processor adds {texts}, which are no added tokens")
+    return "".join(texts)
+
+
+def _stop_and_pad_ids(folder: Path, num_tokens: int, eos: int | None) -> tuple[tuple, int]:
+    """Read the ids from the first of generation_config.json, config.json and its text_config that
+    has them; without any, the stop id is the tokenizer's own eos."""
     config = _read_if_there(folder / "config.json")
-    config |= _read_if_there(folder / "generation_config.json")
-    stop = config.get("eos_token_id")
-    if not isinstance(stop, list):
-        stop = [] if stop is None else [stop]
-    pad = config.get("pad_token_id")
+    inner = config.get("text_config") or {}
+    sources = (_read_if_there(folder / "generation_config.json"), config, inner)
+    num_ids = max(num_tokens, *(source.get("vocab_size") or 0 for source in sources))
+    stop = _first_of("eos_token_id", sources)
+    if stop is None:
+        stop = [] if eos is None else eos
+    stop = stop if isinstance(stop, list) else [stop]
+    pad = _first_of("pad_token_id", sources)
     if pad in (None, -1):
         pad = stop[0] if stop else 0
-    if not all(type(i) is int and i >= 0 for i in [*stop, pad]):
-        raise ValueError(f"{folder}: eos_token_id {stop} or pad_token_id {pad!r} is no id")
+    for name, ids in (("eos_token_id", stop), ("pad_token_id", [pad])):
+        if not all(type(i) is int and 0 <= i < num_ids for i in ids):
+            problem = f"{name} {ids} is not among the {num_ids} ids of the vocabulary"
+            raise ValueError(f"{folder}: {problem}: mend generation_config.json or config.json")
+    if not stop:
+        print(f"{folder} names no stop id (eos): texts end at their full length only")
     return tuple(stop), pad
 
 
-def _chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Read the template, and the names of special tokens that it may use. A file of its own wins
-    over the one in tokenizer_config.json."""
-    config = _read_if_there(folder / "tokenizer_config.json")
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
-    names = {name: text for name, text in texts.items() if isinstance(text, str)}
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        template = path.read_text("utf-8")
-    return template, names
+def _first_of(key: str, sources):
+    """Return the value of the first source that has one."""
+    return next((s[key] for s in sources if s.get(key) not in (None, [])), None)
+
+
+def _chat_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Read the templates by name, and the names of special tokens that they may use. Files of
+    their own win over tokenizer_config.json."""
+    names = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = _read_if_there(folder / file)
+        tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+        texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+        names |= {name: text for name, text in texts.items() if isinstance(text, str)}
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    if isinstance(templates, list):
+        templates = {entry["name"]: entry["template"] for entry in templates}
+    files = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    templates = {name: path.read_text("utf-8") for name, path in files.items()} or templates
+    if templates and "default" not in templates:
+        raise ValueError(f"{folder}: chat templates {sorted(templates)}, but none called default")
+    return templates, names

@@ -10,6 +10,7 @@ corpus and a response that the TARGET generated: training never learns another m
 import json
 import sysconfig
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf.chat import first_turn, read_prompts
+from hf.chat import PROMPT_SUFFIXES, first_turn, holds_prompts, read_prompts, read_text
 from hf.files import open_tensors
-from hf.tokenizer import Tokenizer
+from hf.tokenizer import NO_HEADER, NO_PROMPT, NO_TURN, REWRITTEN, Tokenizer
 from support.files import write_tensors
 from support.resume import check_same
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 NUM_PIECES = 64  # a single text file is cut into so many
 EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data"}
+TOO_LONG = "the turn ends beyond"
+HINTS = {  # how a reason begins, and what helps
+    TOO_LONG: "--prompt-length and --response-length together are the limit",
+    NO_TURN: "`lab references` lets the target answer prompts",
+    NO_HEADER: "--chat-template-args sets the template's variables, such as enable_thinking",
+    REWRITTEN: "give each turn a record of its own, which ends with it",
+    "the chat template refuses": "--chat-template-args sets the template's variables",
+    "the chat template has no": "take it out, or give --target the template that wrote the texts",
+}
 
 
 @dataclass(frozen=True)
@@ -39,26 +49,55 @@ class Corpus:
 
 
 def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus:
-    """The default, or a folder or file of text or of JSONL prompts (see `hf.chat.read_prompts`)."""
+    """The default, or a file or folder of text or of prompts (see `hf.chat.read_prompts`). In a
+    folder with prompts other files are left aside, and so are hidden ones in any folder."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _split(_library_texts(root), str(root))
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(f"corpus {path} is missing")
-    files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else [root]
-    are_prompts = all(file.suffix == ".jsonl" for file in files)
+    prompt_files, text_files, others = _files_by_kind(root)
     texts = {}
-    for file in files:
-        if are_prompts:
-            prompts = enumerate(read_prompts(file, skip_bad_lines))
-            texts |= {f"{file.name}:{number}": messages for number, messages in prompts}
-        else:
-            name = file.relative_to(root.parent)
-            text = file.read_text("utf-8", errors="ignore")
-            pieces = enumerate(_pieces(text) if len(files) == 1 else [text])
-            texts |= {f"{name}:{number:04d}": piece for number, piece in pieces}
+    for file in prompt_files:
+        name = file.relative_to(root) if root.is_dir() else file.name
+        prompts = enumerate(read_prompts(file, skip_bad_lines))
+        texts |= {f"{name}:{number}": messages for number, messages in prompts}
+    for file in text_files:
+        name = file.relative_to(root.parent)
+        text = read_text(file)
+        pieces = enumerate(_pieces(text) if len(text_files) == 1 else [text])
+        texts |= {f"{name}:{number:04d}": piece for number, piece in pieces}
+    if prompt_files:
+        size = f"{_count(prompt_files, 'file')} of prompts, {_count(texts, 'conversation')}"
+    else:
+        size = f"{_count(text_files, 'file')} of text, {sum(map(len, texts.values())):,} characters"
+    print(f"corpus {path}: {size}{_listed('; left aside: ', others)}")
     return _split(texts, path)
+
+
+def _files_by_kind(root: Path) -> tuple[list[Path], list[Path], list[str]]:
+    """Files of prompts, files of text (if there are none of prompts), and names of the others."""
+    if root.is_file():
+        is_prompts = root.name.lower().endswith(PROMPT_SUFFIXES)
+        return ([root], [], []) if is_prompts else ([], [root], [])
+    files = sorted(file for file in root.rglob("*") if file.is_file())
+    names = {file: file.relative_to(root) for file in files}
+    visible = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]
+    prompts = [file for file in visible if holds_prompts(file)]
+    taken = prompts or visible
+    others = [str(names[file]) for file in files if file not in taken]
+    return prompts, [] if prompts else visible, others
+
+
+def _count(things, noun: str) -> str:
+    return f"{len(things):,} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def _listed(start: str, names: list[str]) -> str:
+    """The first few names, after `start`; nothing for none."""
+    rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return f"{start}{', '.join(names[:5])}{rest}" if names else ""
 
 
 def _library_texts(root: Path) -> dict[str, str]:
@@ -93,12 +132,13 @@ def _split(texts: dict, source: str) -> Corpus:
 
 
 def pack(texts: list, tokenizer: Tokenizer) -> Tensor:
-    """One long row of token ids (n,), the end id after each text; int16 where ids fit."""
+    """One long row of token ids (n,), each text between BOS and end id; int16 where ids fit."""
     rows = []
     for text in texts:
         if not isinstance(text, str):  # a conversation
             text = "\n\n".join(message["content"] for message in text)
-        rows.append(np.array([*tokenizer.encode(text, False), *tokenizer.stop_ids[:1]], np.int32))
+        ids = [*tokenizer.bos_ids, *tokenizer.encode(text, False), *tokenizer.stop_ids[:1]]
+        rows.append(np.array(ids, np.int32))
     ids = np.concatenate(rows)
     return torch.from_numpy(ids.astype(np.int16) if tokenizer.num_tokens < 2**15 else ids)
 
@@ -108,12 +148,25 @@ class TooLong(ValueError):
 
 
 def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
-    """Draw `count` prompts. From text: `length` tokens from the start of a random line. From
-    conversations: each up to its first user turn, unless that is longer than `length` tokens."""
+    """Draw `count` prompts. From text: `length` tokens, BOS first, from the start of a random line.
+    From conversations: each up to its first user turn, unless that is longer than `length` tokens
+    or the chat template refuses it."""
     generator = np.random.default_rng(seed)
     if isinstance(texts[0], str):
         return _prompts_from_text(texts, tokenizer, count, length, generator)
-    prompts = [tokenizer.encode(tokenizer.chat(first_turn(messages))) for messages in texts]
+    prompts = []
+    refusals = Counter()
+    for messages in map(first_turn, texts):
+        try:
+            text = tokenizer.chat(messages)
+            tokenizer.check_shown(messages)
+            prompts.append(tokenizer.encode(text))
+        except ValueError as error:
+            refusals[str(error)] += 1
+    if refusals:
+        print(f"prompts left out: {_reasons(refusals)}")
+    if not prompts:
+        raise ValueError(f"no prompt is left: {_reasons(refusals)}")
     fitting = [ids for ids in prompts if 0 < len(ids) <= length]
     if len(fitting) < len(prompts):
         print(f"{len(prompts) - len(fitting)} prompts longer than {length} tokens left out")
@@ -124,6 +177,14 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
     return [fitting[i] for i in generator.permutation(len(fitting))[:count]]
 
 
+def _reasons(counts: Counter) -> str:
+    """The most frequent reasons with their counts, and what helps against the first."""
+    [(first, _), *_] = counts.most_common()
+    text = _listed("", [f"{number} x {reason}" for reason, number in counts.most_common()])
+    hints = [hint for start, hint in HINTS.items() if first.startswith(start)]
+    return f"{text} ({hints[0]})" if hints else text
+
+
 def _prompts_from_text(texts: list[str], tokenizer: Tokenizer, count, length, generator) -> list:
     """Cut prompts of `length` tokens from texts drawn with probability proportional to size."""
     texts = [t for t in texts if len(t) >= 4 * length] or texts
@@ -132,7 +193,8 @@ def _prompts_from_text(texts: list[str], tokenizer: Tokenizer, count, length, ge
     for _ in range(50 * count):
         text = texts[generator.choice(len(texts), p=sizes / sizes.sum())]
         start = text.rfind("\n", 0, int(generator.integers(0, len(text)))) + 1
-        ids = tokenizer.encode(text[start : start + 8 * length], False)[:length]
+        ids = tokenizer.encode(text[start : start + 8 * length], False)
+        ids = [*tokenizer.bos_ids, *ids][:length]
         if len(ids) == length:
             prompts.append(ids)
         if len(prompts) == count:
@@ -186,28 +248,44 @@ class References:
 
     @classmethod
     def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
-        """Each assistant turn that ends within `length` tokens; all before it is its prompt."""
+        """Each assistant turn that ends within `length` tokens; all before it is its prompt.
+        What is left out is counted by reason."""
         prompts, responses = [], []
-        num_refused = num_too_long = 0
+        left_out = Counter()
+        num_tokens = num_supervised = 0
         for messages in conversations:
             try:
-                ids, supervised = tokenizer.supervised(messages)
-            except ValueError:
-                num_refused += 1
+                ids, supervised, reasons = tokenizer.turns(messages)
+            except ValueError as error:
+                left_out[str(error)] += 1
                 continue
+            num_tokens += len(ids)
+            left_out.update(reasons)
             for start, end in _turns(ids, supervised, tokenizer.stop_ids):
-                if end > length:
-                    num_too_long += 1
-                elif start:
-                    prompts.append(ids[:start])
-                    responses.append(ids[start:end])
-        if num_refused or num_too_long:
-            turns = f"{num_too_long} turns that end beyond {length} tokens"
-            print(f"left out: {num_refused} conversations without a clear assistant turn, {turns}")
-        references = cls.from_lists(prompts, responses, tokenizer.pad_id)
-        num_tokens = int((references.lengths - references.prompt_lengths).sum())
-        print(f"{num_tokens:,} supervised tokens in {len(references.lengths):,} assistant turns")
-        return references
+                reason = _why_unfit(start, end, length)
+                if reason:
+                    left_out[reason] += 1
+                    continue
+                num_supervised += end - start
+                prompts.append(ids[:start])
+                responses.append(ids[start:end])
+        if not prompts:
+            raise ValueError(f"nothing to supervise: {_reasons(left_out)}")
+        if left_out:
+            print(f"left out: {_reasons(left_out)}")
+        share = f"{num_supervised / num_tokens:.1%} of all {num_tokens:,}"
+        turns = f"{len(prompts):,} assistant turns"
+        print(f"{num_supervised:,} supervised tokens in {turns}, {share}")
+        return cls.from_lists(prompts, responses, tokenizer.pad_id)
+
+
+def _why_unfit(start: int, end: int, length: int) -> str | None:
+    """Why the turn of tokens start to end makes no reference; None if it makes one."""
+    if start == 0:
+        return NO_PROMPT
+    if end > length:
+        return f"{TOO_LONG} {length} tokens"
+    return "the turn has fewer than two tokens" if end - start < 2 else None
 
 
 def _check_made_with(metadata: dict, made_with: dict, path) -> None:

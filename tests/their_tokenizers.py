@@ -36,6 +36,32 @@ CHATS = [
     ],
 ]
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather of a <city> & more",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TOOL_CHAT = [
+    {"role": "user", "content": "Weather in Zürich and Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Weather: call it.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}},
+            {"type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}},
+        ],
+    },
+    {"role": "tool", "name": "weather", "tool_call_id": "a1", "content": "sun"},
+    {"role": "tool", "name": "weather", "tool_call_id": "a2", "content": '{"rain": 3}'},
+    {"role": "assistant", "content": "Sun here, rain there.", "reasoning_content": "Both known."},
+]
+
 
 def save_tokenizer(folder, kind: str, vocab_size: int = 420):
     """Train and save one in the form of SmolLM2's file (digits split off), of GPT-2's, or of Qwen's

@@ -1,9 +1,14 @@
 """Corpus, prompts and references."""
 
+import gzip
+import json
+import zlib
+
 import pytest
 import torch
 
 from hf import load_tokenizer
+from hf.chat import Conversation
 from support.data import References, draw_prompts, load_corpus, pack
 from support.toy import write_byte_tokenizer
 
@@ -38,6 +43,96 @@ def test_prompts_in_json_lines_are_a_corpus_of_conversations(tmp_path):
     corpus = load_corpus(str(path))
     assert len(corpus.train) + len(corpus.held_out) == 40 and corpus.held_out
     assert all(messages[0]["role"] == "user" for messages in corpus.train)
+
+
+def write_prompts(path, count: int, word: str = "prompt"):
+    """Write a file of so many prompts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f'{{"prompt": "{word} {i}"}}\n' for i in range(count)).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+def texts_of(corpus) -> set[str]:
+    return {messages[0]["content"] for messages in corpus.train + corpus.held_out}
+
+
+def test_a_folder_with_prompts_gives_prompts_and_says_what_is_left_aside(tmp_path, capsys):
+    write_prompts(tmp_path / "train" / "p.jsonl", 30, "a")
+    write_prompts(tmp_path / "test" / "p.jsonl", 20, "b")
+    write_prompts(tmp_path / "more.jsonl.gz", 10, "c")
+    (tmp_path / "array.json").write_text(json.dumps([{"prompt": "d 0"}]))
+    write_prompts(tmp_path / ".cache" / "old.jsonl", 5, "hidden")
+    (tmp_path / "README.md").write_text("# Prompts\n")
+    (tmp_path / "dataset_info.json").write_text('{"splits": []}')
+    (tmp_path / "data.parquet").write_bytes(b"PAR1\0")
+    corpus = load_corpus(str(tmp_path))
+    expected = {
+        f"{word} {i}" for word, n in (("a", 30), ("b", 20), ("c", 10), ("d", 1)) for i in range(n)
+    }
+    assert texts_of(corpus) == expected
+    printed = capsys.readouterr().out
+    assert f"corpus {tmp_path}: 4 files of prompts, 61 conversations; left aside: " in printed
+    for name in (".cache/old.jsonl", "README.md", "data.parquet", "dataset_info.json"):
+        assert name in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "names, line",
+    [
+        (["a.txt"], "1 file of text, 40 characters\n"),
+        (["a.txt", "b.md", "c.json"], "3 files of text, 120 characters\n"),
+        (["a.txt", "b.py", ".git/x"], "2 files of text, 80 characters; left aside: .git/x\n"),
+        ([f"{i}.txt" for i in range(3)] + [f".{i}" for i in range(7)], ".3, .4 and 2 more\n"),
+    ],
+)
+def test_a_folder_of_text_says_what_was_taken(tmp_path, capsys, names, line):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("12345678\nabcdefghijklmnopqrst\n0123456789")
+    load_corpus(str(tmp_path))
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_the_default_corpus_is_taken_without_a_word(capsys):
+    load_corpus()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "name, data, reason",
+    [
+        ("a.parquet", b"PAR1\x15\x04", "Parquet.*to_json"),
+        ("a.zip", b"PK\x03\x04", "zip"),
+        ("a.txt.gz", gzip.compress(b"text"), "gzip"),
+        ("a.bin", b"ab\0c", "NUL"),
+        ("a.txt", "näh".encode("latin-1"), r"not UTF-8 \(byte 1\)"),
+        ("a.txt", "text".encode("utf-16"), "UTF-16"),
+        ("a.json", b'{"prompt": "a"}', "no array, but an object with prompt"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name, data, reason):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name}.*{reason}"):
+        load_corpus(str(tmp_path / name))
+    if name != "a.json":  # in a folder it is text, as a package.json beside sources
+        (tmp_path / "b.txt").write_text("text\n" * 9)
+        with pytest.raises(ValueError, match=f"{name}.*accepted are UTF-8 text, prompts as JSON L"):
+            load_corpus(str(tmp_path))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    corpus = load_corpus(str(tmp_path / "a.txt"))
+    assert sorted(corpus.train + corpus.held_out) == ["one\n", "two\n"]
+
+
+def test_one_file_of_prompts_is_split_by_its_name_and_the_prompts_number(tmp_path):
+    write_prompts(tmp_path / "p.jsonl", 100)
+    held_out = {f"prompt {i}" for i in range(100) if zlib.crc32(f"p.jsonl:{i}".encode()) % 20 == 0}
+    for path in (tmp_path / "p.jsonl", tmp_path):
+        corpus = load_corpus(str(path))
+        assert {messages[0]["content"] for messages in corpus.held_out} == held_out
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
@@ -75,6 +170,43 @@ def test_prompts_of_conversations_stay_whole_and_long_ones_are_left_out(tokenize
     conversations = [[{"role": "user", "content": text}] for text in ("ab", "c" * 40)]
     assert draw_prompts(conversations, tokenizer, 5, 16, 0) == [[97, 98]]
     assert "1 prompts longer than 16 tokens left out" in capsys.readouterr().out
+
+
+def test_prompts_that_the_template_refuses_are_left_out_by_reason(tokenizer, tmp_path, capsys):
+    template = (
+        "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    x, ab = ([{"role": "user", "content": text}] for text in ("x", "ab"))
+    with_tools = Conversation(ab, [{"name": "f"}])
+    assert draw_prompts([x, ab, with_tools, x], tokenizer, 5, 16, 0) == [[97, 98]]
+    line = (
+        "prompts left out: 2 x the chat template refuses: no x, 1 x the chat template has no place"
+    )
+    assert line in capsys.readouterr().out
+    for texts, reason in (([x], "no x"), ([with_tools], "no place for tools")):
+        with pytest.raises(ValueError, match=f"no prompt is left: 1 x .*{reason}"):
+            draw_prompts(texts, tokenizer, 5, 16, 0)
+
+
+def test_raw_text_begins_with_the_bos_of_the_post_processor(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    bos = {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+    single = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A"}}]
+    adds = {"type": "TemplateProcessing", "single": single, "special_tokens": {bos["id"]: bos}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": adds}))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    texts = ["".join(f"line {i}\n" for i in range(200))] * 2
+    prompts = draw_prompts(texts, tokenizer, 5, 16, seed=1)
+    assert all(ids[0] == 256 and len(ids) == 16 and 256 not in ids[1:] for ids in prompts)
+    assert pack(["hi", "a"], tokenizer).tolist() == [256, *b"hi", 256, 256, *b"a", 256]
+    chat = [{"role": "user", "content": "hi"}]
+    assert draw_prompts([chat], tokenizer, 1, 16, 0) == [[256, *b"hi"]]
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert draw_prompts([chat], tokenizer, 1, 16, 0) == [[*b"hi"]]
 
 
 def test_references_round_trip_and_say_how_they_were_made(tmp_path):
