@@ -6,7 +6,7 @@
    k and v projections of them, at their true positions. No token of the context is run again.
 3. The block is [x_a, MASK, ..., MASK]. Its slots see the context strictly before a, and each other
    (only backwards in a causal block).
-4. Embedding and head are the target's, frozen.
+4. Embedding and head are frozen: the target's, unless the drafter's folder holds its own.
 5. `propose` draws K branches, and can return the very distribution q that they were drawn from.
 
 Three drafters share this backbone. h_k is the hidden state of the slot that predicts y_k, e_k a
@@ -26,7 +26,7 @@ functions serve training (all anchors of a text) and decoding (one anchor, conte
     pytest tests/test_drafter.py
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from target import Target, Trunk
 from tree import View, gather_slots, with_room, write_slots
 
 DRAW_ELEMENTS = 2**24  # probabilities that exist at once while branches are drawn
+LEAST_TEMPERATURE = 1e-4
 BLOCKS_AT_ONCE = 32  # run together; the mask has a row and a column for each of their slots
 
 # ------------------------------------------------------------------------------------------- config
@@ -77,14 +78,20 @@ class DrafterConfig:
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
-    num_anchors: int = 0  # that it was trained with, if the file says
-    own_vocabulary: bool = False  # the file has an embedding and a head of its own
+    num_anchors: int = 512  # per text, for DeepSpec when it goes on from the folder; its own value
+    # all kinds
+    has_embedding: bool = False  # the file has an embedding of its own, the target's is not used
+    has_head: bool = False  # likewise
+    trained_with: dict | None = None  # the chat template's hash and arguments; engines ignore it
+    other_fields: dict = field(default_factory=dict)  # {place: fields} that change nothing
 
     def __post_init__(self):
         if self.num_draft_tokens < 1:
             raise ValueError(f"block_size {self.block_size} leaves no room for a draft")
         if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
             object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
+        if not self.markov_rank:  # else engines refuse what is written
+            object.__setattr__(self, "confidence_head_with_markov", False)
         for name in FIELDS_OF_KIND[self.kind]:
             least = 1 if name in DFLASH2_FIELDS else 0
             check_field(name, getattr(self, name), getattr(DrafterConfig, name), least)
@@ -128,8 +135,11 @@ class DrafterConfig:
             if value not in (None, wanted):
                 raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
         ids = self.target_layer_ids
-        if not ids or not all(0 <= i < num_layers for i in ids):
-            raise ValueError(f"target_layer_ids {list(ids)} are not layers 0..{num_layers - 1}")
+        if not ids or not all(-1 <= i < num_layers for i in ids):
+            layers = f"layers 0..{num_layers - 1}, or -1 for the embedding"
+            raise ValueError(f"target_layer_ids {list(ids)} are not {layers}")
+        if -1 in ids and target.config.has_streams:
+            raise ValueError("target_layer_ids -1 is not implemented for residual streams")
         mask = self.mask_token_id
         if not 0 <= mask < V:
             raise ValueError(f"mask_token_id {mask} is beyond vocab_size {V}")
@@ -143,9 +153,17 @@ class DrafterConfig:
         """Read a public config.json in either form. tensor_names: of the file beside it."""
         fields, layer_dict = hf.drafters.drafter_fields(config_dict, source)
         names = {name.removeprefix("model.") for name in tensor_names}
+        fields["has_embedding"] = "embed_tokens.weight" in names
+        fields["has_head"] = "lm_head.weight" in names
         layers = ModelConfig.from_dict(layer_dict, source)
         try:
-            return cls(layers, own_vocabulary="embed_tokens.weight" in names, **fields)
+            config = cls(layers, **fields)
+            if config_dict.get("tie_word_embeddings") and config.has_embedding != config.has_head:
+                raise ValueError(
+                    "tie_word_embeddings is true and the file has only one of embed_tokens and "
+                    "lm_head: engines take the target's for the other; set it to false, or add it"
+                )
+            return config
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 
@@ -170,6 +188,9 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(f"temperature >= 0, top_k >= 0, 0 < top_p <= 1 are needed, not {self}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:  # logits divided by it would be infinite
+            least = f"0 is greedy, else at least {LEAST_TEMPERATURE:g} is needed"
+            raise ValueError(f"temperature {self.temperature:g}: {least}")
 
     def probs(self, logits: Tensor) -> Tensor:
         """(..., V) -> probabilities (..., V), float32."""
@@ -435,7 +456,8 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig, target: Target):
         super().__init__()
         config.check(target)
-        self.config = config
+        num_layers = target.config.num_hidden_layers
+        self.config = config = replace(config, num_target_layers=num_layers)
         self._target = (target,)  # in a tuple, so that its parameters are not ours
         self.recompute = False  # run layers again in the backward pass, to save memory
         V, C = config.layers.vocab_size, config.layers.hidden_size
@@ -444,8 +466,9 @@ class Drafter(nn.Module):
         num_layers = config.layers.num_hidden_layers
         self.layers = nn.ModuleList(self.new_layer() for _ in range(num_layers))
         self.norm = RMSNorm(C, config.layers.rms_norm_eps)
-        if config.own_vocabulary:
+        if config.has_embedding:
             self.embed_tokens = nn.Embedding(V, C).requires_grad_(False)
+        if config.has_head:
             self.lm_head = nn.Linear(C, V, bias=False).requires_grad_(False)
 
     def new_layer(self) -> DecoderLayer:
@@ -454,6 +477,16 @@ class Drafter(nn.Module):
     @property
     def target(self) -> Target:
         return self._target[0]
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The drafter's own, else the target's."""
+        return self.embed_tokens if self.config.has_embedding else self.target.model.embed_tokens
+
+    @property
+    def head(self) -> nn.Linear:
+        """The drafter's own, else the target's."""
+        return self.lm_head if self.config.has_head else self.target.lm_head
 
     def _rope(self, positions: Tensor):
         return rotary(positions, self.config.layers.head_dim, self.config.layers.rope_theta)
@@ -518,8 +551,8 @@ class Drafter(nn.Module):
         first = trunk.tokens.gather(1, anchors.clamp(min=0))[..., None]  # (B, A, 1)
         masks = first.new_full((B, A, b - 1), config.mask_token_id)
         tokens = torch.cat([first, masks], -1).view(B, A * b)
-        embed = self.embed_tokens if config.own_vocabulary else self.target.model.embed_tokens
-        x = embed(tokens).to(self.fc.weight.dtype) * config.input_embedding_scale  # (B, A*b, C)
+        x = self.embedding(tokens).to(self.fc.weight.dtype)  # (B, A*b, C)
+        x = x * config.input_embedding_scale
         views = {}  # layers that see alike share a view
         for number, layer in enumerate(self.layers):
             past = memory.layers[number]
@@ -545,8 +578,7 @@ class Drafter(nn.Module):
 
     def unary_logits(self, hidden: Tensor) -> Tensor:
         """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q must be 0."""
-        head = self.lm_head if self.config.own_vocabulary else self.target.lm_head
-        logits = head(hidden.to(head.weight.dtype))
+        logits = self.head(hidden.to(self.head.weight.dtype))
         ids = torch.arange(logits.shape[-1], device=logits.device)
         return logits.masked_fill(~self.proposable(ids), -torch.inf)
 
@@ -653,6 +685,9 @@ class Drafter(nn.Module):
             backbone = Drafter(replace(config, **as_dflash), target).apply(init_weights)
             drafter = drafter_class(config)(config, target)
         drafter.load_state_dict(backbone.state_dict(), strict=False)
+        head = config.markov_head_type
+        if config.kind == "dspark" and config.markov_rank and head != "vanilla":
+            print(f"note: vLLM's loader has no place for a {head} Markov head, see docs/models.md")
         return drafter
 
     @classmethod
@@ -662,15 +697,27 @@ class Drafter(nn.Module):
         folder = model_folder(str(folder))
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source), tensor_files(folder))
+        mask_file = folder / "mask_embedding.pt"
+        if mask_file.exists():
+            raise ValueError(f"{mask_file}: a vector of its own for MASK is not implemented")
         with torch.device("meta"):
             drafter = drafter_class(config)(config, target)
-        load_weights(drafter, folder, target.lm_head.weight.device, dtype, flat_names)
+        load_weights(drafter, folder, target.lm_head.weight.device, dtype, drafter_names)
+        if config.has_embedding or config.has_head:
+            embedding = "its own" if config.has_embedding else "the target's"
+            head = "its own" if config.has_head else "the target's"
+            print(f"{folder}: the drafter uses {embedding} embedding and {head} head")
         return drafter
 
-    def save_pretrained(self, folder, dtype=torch.bfloat16) -> None:
-        """Write config.json and model.safetensors with flat names: what engines load."""
+    def save_pretrained(self, folder, dtype=torch.bfloat16, full: bool = False) -> None:
+        """Write config.json and model.safetensors with flat names: what engines load. full: with
+        embedding and head, the target's where the drafter has none (for DeepSpec)."""
         folder = Path(folder)
-        tensors = {name: tensor.to(dtype) for name, tensor in self.state_dict().items()}
+        tensors = self.state_dict()
+        if full:
+            tensors["embed_tokens.weight"] = self.embedding.weight
+            tensors["lm_head.weight"] = self.head.weight.clone()  # tied: a file shares no memory
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         write_tensors(folder / "model.safetensors", tensors)
         dtype_name = str(dtype).removeprefix("torch.")
         write_json(folder / "config.json", self.config.to_dict() | {"dtype": dtype_name})
@@ -768,6 +815,14 @@ class DFlash2(AutoregressiveDrafter):
         ids = self.candidates(self.unary_logits(hidden))
         present = (ids == labels[..., None]).any(-1) & valid
         return present.sum() / valid.sum().clamp(min=1)
+
+
+def drafter_names(stored: str, parameters: dict):
+    """The layout of a drafter's folder: names with or without a prefix; codebooks may be named as
+    the weights of an embedding."""
+    name, region = flat_names(stored, parameters)
+    is_codebook = name.endswith("_codebook.weight")
+    return name.removesuffix(".weight") if is_codebook else name, region
 
 
 def drafter_class(config: DrafterConfig) -> type:

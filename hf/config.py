@@ -205,9 +205,10 @@ def _rope_fields(model_type: str, config_dict: dict, source: str) -> dict:
     """Read both spellings: a block rope_parameters, or rope_scaling and fields at the top."""
     blocks = {f"{name}.": config_dict.get(name) or {} for name in ROPE_BLOCKS}
     kind = _single_value(blocks, ["rope_type", "type"], source) or "default"
-    for block in blocks.values():
-        if kind != "default" or any(isinstance(value, dict) for value in block.values()):
-            raise ValueError(f"{source}: rope {block} is not implemented, only the default")
+    by_layer_type = any(isinstance(v, dict) for block in blocks.values() for v in block.values())
+    if kind != "default" or by_layer_type:
+        kind = "by layer type" if by_layer_type else f"of type {kind!r}"
+        raise ValueError(f"{source}: rope {kind} is not implemented, only the default")
     blocks[""] = config_dict
     theta = _single_value(blocks, ["rope_theta"], source)
     factor = _single_value(blocks, ["partial_rotary_factor"], source)

@@ -1,12 +1,18 @@
-"""A drafter's config.json: which fields make it a drafter, and which describe its layers.
+"""A drafter's config.json: what becomes of each of its fields.
 
-Engines load drafters in two forms. The fields of DFlash, DFlash 2 and one architecture of DSpark
-stand in a block `dflash_config`, those of DSpark's other architecture at the top level. Both places
-are read, and a field that has two different values is an error. A config is written in the form of
-its architecture. Dictionaries only: the dataclass `DrafterConfig` stands in drafter.py.
+Engines load drafters in several forms. The fields of a drafter stand at the top level, in a block
+`dflash_config` or in a block `dspark_config`. All places are read, and a fact that is given twice
+with two values is an error. A config is written in the form of its architecture; DSpark's fields
+are written at the top in every form, where vLLM and SGLang look for them.
 
-    pytest tests/hf/test_drafters.py
+`TREATMENTS` names every field that is known. A field that is not in it is an error, and so is one
+that changes what an engine computes and is not implemented, unless it has a value that changes
+nothing (`accepted_values`). Dictionaries only: the dataclass `DrafterConfig` stands in drafter.py.
+
+    pytest tests/hf/test_drafters.py tests/hf/test_drafter_fields.py
 """
+
+from difflib import get_close_matches
 
 KINDS = {  # architectures[0]: kind
     "DFlashDraftModel": "dflash",
@@ -30,13 +36,110 @@ SPARK_FIELDS = """
     markov_rank markov_head_type enable_confidence_head confidence_head_with_markov num_anchors
 """.split()
 FIELDS_OF_KIND = {"dflash": [], "dflash2": [*DFLASH2_FIELDS, *SCALES], "dspark": SPARK_FIELDS}
+LOSS_WEIGHT = "confidence_head_alpha"  # says if there is a confidence head, if nothing else does
 LAYER_TYPES = ("full_attention", "sliding_attention")
+BLOCKS = ("dflash_config", "dspark_config")
+TRANSFORMERS_WINDOW_LAYERS = 28  # max_window_layers of a config that does not give it
+
+IMPLEMENTED = "implemented"
+WRITTEN_AGAIN = "harmless"
+LEFT_OUT = "harmless, not written again"
+REFUSED = "refused"
+
+LAYER_FIELDS = """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta
+    rope_parameters rope_scaling quantization_config layer_types use_sliding_window
+    max_window_layers trained_with dflash_config dspark_config
+""".split()
+DRAFTER_FIELDS = """
+    block_size mask_token_id target_layer_ids num_target_layers is_causal causal sliding_window
+    use_swa swa_window_size
+""".split()
+BOOKKEEPING = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class
+    initializer_range use_cache attention_dropout return_dict output_hidden_states output_attentions
+    chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
+    cross_attention_hidden_size tie_encoder_decoder pruned_heads torchscript use_bfloat16
+    finetuning_task task_specific_params id2label label2id problem_type prefix
+""".split()
+FILE_FACTS = """
+    dtype torch_dtype transformers_version auto_map _name_or_path name_or_path tie_word_embeddings
+    _attn_implementation attn_implementation _attn_implementation_autoset
+""".split()
+LAYER_VALUES = {  # fields that change what an engine computes: the values that change nothing
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "attn_logit_softcapping": (),
+    "num_experts": (0,),
+}
+NEUTRAL = LAYER_VALUES | {
+    "logit_scale": (1.0,),
+    "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+    "attention_value_scale": (1.0,),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "use_aux_hidden_state": (True,),
+    "dspark_bonus_anchor": (False,),
+    "attention_modes": (),
+    "eagle_config": (),
+    "layer_ids": (),
+    "speculators_model_type": (),
+    "dspark_draft_topk": (),
+    "dspark_block_size": (),
+    "dspark_markov_rank": (),
+    "dspark_markov_head_type": (),
+    "dspark_noise_token_id": (),
+    "dspark_target_layer_ids": (),
+}
+WRITTEN_WITH_THE_LAYERS = ("hidden_act", "attention_bias")
+BY_CONFIG = """
+    sample_from_anchor shift_label projector_type draft_vocab_size target_hidden_size attention_mode
+    eagle_aux_hidden_state_layer_ids
+""".split()
+FIELDS_OF_SOME_KIND = [name for names in FIELDS_OF_KIND.values() for name in names]
+TREATMENTS = (  # of the fields that all kinds share; see `treatment`
+    dict.fromkeys(LAYER_FIELDS + DRAFTER_FIELDS, IMPLEMENTED)
+    | dict.fromkeys([*BOOKKEEPING, "mask_token", LOSS_WEIGHT], WRITTEN_AGAIN)
+    | dict.fromkeys(FILE_FACTS, LEFT_OUT)
+    | dict.fromkeys([*NEUTRAL, *BY_CONFIG, *FIELDS_OF_SOME_KIND], REFUSED)
+)
+# the others may also stand in a block
+TOP_LEVEL_ALONE = {*LAYER_FIELDS, *LAYER_VALUES, *BOOKKEEPING, *FILE_FACTS}
+
+
+def treatment(name: str, kind: str) -> str | None:
+    """Return what becomes of a field in a drafter of a kind, None if it is unknown."""
+    is_read = name in FIELDS_OF_KIND[kind] or (kind == "dspark" and name == LOSS_WEIGHT)
+    return IMPLEMENTED if is_read else TREATMENTS.get(name)
+
+
+def accepted_values(name: str, kind: str, config_dict: dict) -> tuple:
+    """Return the values of a refused field that change nothing in this config. An empty config
+    gives the words that say which they are."""
+    heads = config_dict.get("num_attention_heads")
+    is_mha = config_dict.get("num_key_value_heads") in (None, heads)
+    taps = config_dict.get("target_layer_ids")
+    by_config = {
+        "sample_from_anchor": (kind == "dspark",),
+        "shift_label": (kind == "dspark",),
+        "projector_type": (kind,),
+        "draft_vocab_size": (config_dict.get("vocab_size", "vocab_size"),),
+        "target_hidden_size": (config_dict.get("hidden_size", "hidden_size"),),
+        "attention_mode": ("gqa", "mha") if is_mha else ("gqa",),
+        "eagle_aux_hidden_state_layer_ids": ([i + 1 for i in taps] if taps else "taps + 1",),
+    }
+    scales = {scale: (value,) for scale, value in SCALES.items()}
+    return (NEUTRAL | scales | by_config).get(name, ())
 
 
 def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
-    """Read a drafter's config.json in either form. Return the fields of `DrafterConfig` without
+    """Read a drafter's config.json in any form. Return the fields of `DrafterConfig` without
     `layers`, and the dictionary to be read as the `ModelConfig` of those layers."""
-    drafters_own = ("layer_types", "use_sliding_window", *SCALES)
+    drafters_own = ("layer_types", "use_sliding_window", "tie_word_embeddings", *SCALES)
     layer_dict = {k: v for k, v in config_dict.items() if k not in drafters_own}
     try:
         return _drafter_fields(config_dict), layer_dict
@@ -48,69 +151,112 @@ def drafter_config_json(fields: dict, layer_json: dict) -> dict:
     """Return the config.json of a drafter, in the form of its architecture. `fields` are those
     of its DrafterConfig, `layer_json` is the config.json of its layers."""
     kind = KINDS[fields["architecture"]]
-    block = {"mask_token_id": fields["mask_token_id"]}
+    names = FIELDS_OF_KIND[kind]
+    spark = {name: fields[name] for name in SPARK_FIELDS if name in names}
+    block = {name: fields[name] for name in names if fields[name] != SCALES.get(name)}
+    block |= {"mask_token_id": fields["mask_token_id"], "block_size": fields["block_size"]}
     block["target_layer_ids"] = list(fields["target_layer_ids"])
-    unwritten = SCALES | {"num_anchors": 0}  # defaults, which are not written
-    for name in FIELDS_OF_KIND[kind]:
-        if fields[name] != unwritten.get(name):
-            block[name] = fields[name]
-    if kind != "dflash":
-        block["block_size"] = fields["block_size"]  # loaders of these kinds look for it here
     full = ["full_attention"] * layer_json["num_hidden_layers"]
-    written = {"architectures": [fields["architecture"]]} | layer_json
+    others = fields["other_fields"]
+    written = {"architectures": [fields["architecture"]]} | others.get("", {}) | layer_json
     written["num_target_layers"] = fields["num_target_layers"]
     written["layer_types"] = list(fields["layer_types"]) or full
     written["sliding_window"] = fields["sliding_window"] or None
-    written["use_sliding_window"] = bool(fields["sliding_window"])
+    written["use_sliding_window"] = bool(fields["sliding_window"])  # or engines refuse the window
     if fields["is_causal"] is not None:  # None: it depends on the layer's kind
         written["is_causal"] = fields["is_causal"]
-    if fields["architecture"] == "Qwen3DSparkModel":
-        return written | block
-    return written | {"block_size": fields["block_size"], "dflash_config": block}
+    if fields["trained_with"] is not None:
+        written["trained_with"] = fields["trained_with"]
+    written |= block if kind == "dspark" else {"block_size": fields["block_size"]}
+    if fields["architecture"] != "Qwen3DSparkModel" or "dflash_config" in others:
+        nested = {k: v for k, v in block.items() if kind != "dflash" or k != "block_size"}
+        written["dflash_config"] = others.get("dflash_config", {}) | nested
+    if "dspark_config" in others:
+        written["dspark_config"] = others["dspark_config"] | spark
+    return written
 
 
 def _drafter_fields(config_dict: dict) -> dict:
     names = config_dict.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in KINDS:
         raise ValueError(f"architectures {names}; implemented: {', '.join(KINDS)}")
+    blocks = {"": config_dict}
+    for place in BLOCKS:
+        block = config_dict.get(place)
+        if not isinstance(block, dict | None):
+            raise ValueError(f"{place} {block!r} is no block of fields")
+        if block is not None:
+            blocks[place] = block
     kind = KINDS[names[0]]
-    block = config_dict.get("dflash_config") or {}
-    if not isinstance(block, dict):
-        raise ValueError(f"dflash_config {block!r} is no block of fields")
-    blocks = (config_dict, block)
-    fields = {"architecture": names[0]} | _required_fields(blocks)
-    _refuse_unimplemented(blocks, kind)
-    fields["layer_types"], fields["sliding_window"] = _layer_types_and_window(blocks)
+    _refuse_unknown(blocks, kind)
+    fields = {"architecture": names[0]} | _required_fields(blocks, kind)
+    _refuse_unimplemented(blocks, names[0])
+    fields |= _window_and_causality(blocks)
     fields["num_target_layers"] = _field(blocks, "num_target_layers")
-    is_causal = _field(blocks, "is_causal")
-    if is_causal is None:
-        is_causal = block.get("causal")
-    if not isinstance(is_causal, bool | None):
-        raise ValueError(f"is_causal {is_causal!r} must be true or false")
-    fields["is_causal"] = is_causal
+    fields["trained_with"] = config_dict.get("trained_with")
+    if not isinstance(fields["trained_with"], dict | None):
+        raise ValueError(f"trained_with {fields['trained_with']!r} is no block of fields")
+    fields["other_fields"] = _other_fields(blocks, names[0])
     for name in FIELDS_OF_KIND[kind]:
         value = _field(blocks, name)
         if value is not None:
             fields[name] = value
-    if kind == "dspark":
-        fields.setdefault("markov_rank", 0)
-    return fields
+    return fields | _spark_defaults(fields, blocks) if kind == "dspark" else fields
 
 
-def _field(blocks: tuple[dict, dict], name: str):
-    """Return a field's value, None if it is neither at the top level nor in dflash_config."""
-    values = [block[name] for block in blocks if block.get(name) is not None]
-    if len(values) == 2 and values[0] != values[1]:
-        raise ValueError(f"{name} is given twice, {values[0]} and {values[1]}")
-    return values[0] if values else None
+def _spark_defaults(fields: dict, blocks: dict) -> dict:
+    """Return DSpark's fields with what SpecForge and vLLM take an absent one for: no Markov head,
+    and a confidence head, without the Markov head's vector, if it has a weight in the loss."""
+    alpha = _field(blocks, LOSS_WEIGHT) or 0
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"{LOSS_WEIGHT} {alpha!r} must be a number")
+    defaults = {"markov_rank": 0, "enable_confidence_head": alpha > 0}
+    spark = defaults | {"confidence_head_with_markov": False} | fields
+    if isinstance(spark.get("markov_head_type"), str):
+        spark["markov_head_type"] = spark["markov_head_type"].lower()
+    return spark
 
 
-def _required_fields(blocks: tuple[dict, dict]) -> dict:
-    names = ("block_size", "mask_token_id", "target_layer_ids")
-    fields = {name: _field(blocks, name) for name in names}
-    lacking = [name for name in names if fields[name] is None]
+def _field(blocks: dict, *names: str):
+    """Return the value of a fact that stands under some names in some places, None if in none."""
+    values = {
+        f"{place}.{name}".lstrip("."): block[name]
+        for place, block in blocks.items()
+        for name in names
+        if block.get(name) is not None
+    }
+    first = next(iter(values.values()), None)
+    if any(value != first for value in values.values()):
+        stated = ", ".join(f"{name} {value}" for name, value in values.items())
+        raise ValueError(f"{names[0]} is given twice: {stated}")
+    return first
+
+
+def _refuse_unknown(blocks: dict, kind: str) -> None:
+    """Raise an error for a field that is not known, or not in this place."""
+    for place, block in blocks.items():
+        known = [name for name in TREATMENTS if not place or name not in TOP_LEVEL_ALONE]
+        # what is misspelt is rather a field that the kind reads than another
+        known.sort(key=lambda name: treatment(name, kind) != IMPLEMENTED)
+        for name in block:
+            label = f"{place}.{name}".lstrip(".")
+            if name in TREATMENTS and name not in known:
+                raise ValueError(f"{label} is read at the top level, not in {place}")
+            if name not in TREATMENTS:
+                close = get_close_matches(name, known, 1, 0.7)
+                hint = (
+                    f", did you mean {close[0]}?" if close else ": remove it if no engine reads it"
+                )
+                raise ValueError(f"{label} is unknown{hint}")
+
+
+def _required_fields(blocks: dict, kind: str) -> dict:
+    names = ["block_size", "mask_token_id", "target_layer_ids"]
+    needed = names + (DFLASH2_FIELDS if kind == "dflash2" else [])
+    lacking = [name for name in needed if _field(blocks, name) is None]
     if lacking:
         raise ValueError(f"lacks {', '.join(lacking)}")
+    fields = {name: _field(blocks, name) for name in names}
     ids = fields["target_layer_ids"]
     numbers = [fields["block_size"], fields["mask_token_id"]]
     if not isinstance(ids, list) or not all(type(i) is int for i in [*ids, *numbers]):
@@ -119,40 +265,89 @@ def _required_fields(blocks: tuple[dict, dict]) -> dict:
     return fields | {"target_layer_ids": tuple(ids)}
 
 
-def _refuse_unimplemented(blocks: tuple[dict, dict], kind: str) -> None:
+def _refuse_unimplemented(blocks: dict, architecture: str) -> None:
     """Raise an error for a field that changes the arithmetic and is not implemented."""
-    neutral = {"target_hidden_size": blocks[0].get("hidden_size")}
-    neutral |= {} if kind == "dflash2" else SCALES
-    rows = [(name, _field(blocks, name), accepted) for name, accepted in neutral.items()]
-    rows.append(("model_type", blocks[0].get("model_type"), "qwen3"))
-    for name, value, accepted in rows:
-        if value not in (None, accepted):
-            raise ValueError(f"{name} = {value!r} is not implemented, only {accepted!r}")
+    kind = KINDS[architecture]
+    pairs = [pair for block in blocks.values() for pair in block.items()]
+    everywhere = {name: value for name, value in pairs if value is not None}
+    rows = {name: accepted_values(name, kind, everywhere) for name in everywhere}
+    rows = {name: values for name, values in rows.items() if treatment(name, kind) == REFUSED}
+    rows["model_type"] = ("qwen3",)
+    for name, accepted in rows.items():
+        value = _field(blocks, name)
+        if value is not None and value not in accepted:
+            only = f", only {' or '.join(map(repr, accepted))}" if accepted else ""
+            raise ValueError(f"{name} = {value!r} is not implemented in {architecture}{only}")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = blocks[""].get(name)
+        rope = rope if isinstance(rope, dict) else {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(f"{name} of type {rope_type!r} is not implemented, only the default")
 
 
-def _layer_types_and_window(blocks: tuple[dict, dict]) -> tuple[tuple, int]:
-    """Read layer_types and sliding_window, or use_swa and swa_window_size. If no layer slides,
-    return an empty tuple and 0."""
-    config_dict = blocks[0]
+def _other_fields(blocks: dict, architecture: str) -> dict:
+    """Return what was read and changes nothing, by place: it is written again. A block that the
+    architecture would not write is in it even if it holds nothing else."""
+    kind = KINDS[architecture]
+    is_flat = architecture == "Qwen3DSparkModel"
+    others = {}
+    for place, block in blocks.items():
+        others[place] = {
+            name: value
+            for name, value in block.items()
+            if name == LOSS_WEIGHT
+            or treatment(name, kind) in (WRITTEN_AGAIN, REFUSED)
+            and name not in WRITTEN_WITH_THE_LAYERS
+        }
+        is_written = place == "" or (place == "dflash_config" and not is_flat)
+        if is_written and not others[place]:
+            del others[place]
+    return others
+
+
+def _window_and_causality(blocks: dict) -> dict:
+    """Return layer_types, sliding_window and is_causal. No sliding layer: an empty tuple and 0.
+
+    As in vLLM: use_swa makes every layer slide where no layer type does, and then no layer is
+    causal unless the file says so. Layer types that are not given are filled in as transformers
+    does."""
+    use_swa = _field(blocks, "use_swa")
+    is_causal = _field(blocks, "is_causal", "causal")
+    switches = {"use_swa": use_swa, "is_causal": is_causal}
+    switches["use_sliding_window"] = blocks[""].get("use_sliding_window")
+    for name, value in switches.items():
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name} {value!r} must be true or false")
+    layer_types = _layer_types(blocks[""])
+    slides = "sliding_attention" in layer_types
+    if slides and use_swa is False:
+        raise ValueError(f"use_swa {use_swa} contradicts layer_types {layer_types}")
+    if use_swa and not slides:
+        layer_types = ["sliding_attention"] * len(layer_types)
+        is_causal = bool(is_causal)
+    window = _field(blocks, "sliding_window", "swa_window_size")
+    if (window is not None or slides or use_swa) and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding layers need a sliding_window of at least 1, not {window!r}")
+    if not slides and not use_swa:
+        layer_types, window = (), 0
+    return {"layer_types": tuple(layer_types), "sliding_window": window, "is_causal": is_causal}
+
+
+def _layer_types(config_dict: dict) -> list:
+    """Return the kind of every layer, as listed, or as transformers makes the list."""
     num_layers = config_dict.get("num_hidden_layers")
     if type(num_layers) is not int or num_layers < 1:
         raise ValueError(f"num_hidden_layers {num_layers!r} must be a positive integer")
     layer_types = config_dict.get("layer_types")
-    use_swa = _field(blocks, "use_swa")
-    if layer_types is None:  # use_sliding_window also stands in configs that list their layers
-        slides = use_swa or config_dict.get("use_sliding_window")
-        layer_types = ["sliding_attention" if slides else "full_attention"] * num_layers
+    if layer_types is None:
+        num_full = config_dict.get("max_window_layers", TRANSFORMERS_WINDOW_LAYERS)
+        if type(num_full) is not int:
+            raise ValueError(f"max_window_layers {num_full!r} must be an integer")
+        num_full = num_full if config_dict.get("use_sliding_window") else num_layers
+        layer_types = [LAYER_TYPES[number >= num_full] for number in range(num_layers)]
     is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
     if not is_list or any(layer_type not in LAYER_TYPES for layer_type in layer_types):
         accepted = f"{num_layers} of {' and '.join(LAYER_TYPES)}"
         raise ValueError(f"layer_types {layer_types!r} are not {accepted}")
-    slides = "sliding_attention" in layer_types
-    if use_swa is not None and use_swa is not slides:
-        raise ValueError(f"use_swa {use_swa!r} contradicts layer_types {layer_types}")
-    if not slides:
-        return (), 0
-    windows = [_field(blocks, name) for name in ("sliding_window", "swa_window_size")]
-    windows = [window for window in windows if window is not None]
-    if not windows or any(type(w) is not int or w < 1 or w != windows[0] for w in windows):
-        raise ValueError(f"sliding layers need one sliding_window, not {windows}")
-    return tuple(layer_types), windows[0]
+    return layer_types

@@ -29,18 +29,20 @@ def read(folder):
 
 
 def settings(config):
-    """Both forms of config.json (flat fields, or inside `dflash_config`) -> one flat dict.
+    """All forms of config.json (flat fields, or in a block) -> one flat dict.
 
-    `causal` and `windows` have one entry per layer. Causality: top-level `is_causal`, else
-    `dflash_config.causal`, else causal exactly on the sliding layers. A field that stands in both
-    places with different values is an error; an optional field that is absent reads None.
+    `causal` and `windows` have one entry per layer. Causality: `is_causal`, else `causal`, else
+    causal exactly on the layers whose type slides; not on those that `use_swa` alone makes slide.
+    Layers without types: those from `max_window_layers` on slide if `use_sliding_window`. A field
+    that stands in two places with different values is an error; an optional field that is absent
+    reads None.
     """
-    inner = config.get("dflash_config") or {}
+    places = (config, config.get("dflash_config") or {}, config.get("dspark_config") or {})
 
     def field(name, default=None):
-        values = [place[name] for place in (config, inner) if place.get(name) is not None]
-        if len(values) == 2 and values[0] != values[1]:
-            raise ValueError(f"{name}: {values[0]} at the top level, {values[1]} in dflash_config")
+        values = [place[name] for place in places if place.get(name) is not None]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name}: {values} in several places")
         return values[0] if values else default
 
     names = """mask_token_id target_layer_ids block_size conv_kernel_size conv_group_size
@@ -49,14 +51,19 @@ def settings(config):
     defaults = {"markov_rank": 0, "markov_head_type": "vanilla", "selector_top_k": 16}
     defaults |= {"input_embedding_scale": 1.0, "output_multiplier": 1.0}
     cfg |= {name: field(name, value) for name, value in defaults.items()}
+    cfg["markov_head_type"] = cfg["markov_head_type"].lower()
     cfg["kind"] = KINDS[config["architectures"][0]]
     cfg["W"] = cfg["block_size"] - (cfg["kind"] != "dspark")
     cfg["layers"], cfg["heads"] = config["num_hidden_layers"], config["num_attention_heads"]
     cfg["kv_heads"] = config.get("num_key_value_heads") or cfg["heads"]
     cfg["head_dim"] = config.get("head_dim") or config["hidden_size"] // cfg["heads"]
     cfg["eps"] = config.get("rms_norm_eps", 1e-6)
-    types, use_swa = config.get("layer_types") or [None] * cfg["layers"], field("use_swa")
-    slides = [kind == "sliding_attention" for kind in types]
+    first_sliding = config.get("max_window_layers", 28)
+    if not config.get("use_sliding_window"):
+        first_sliding = cfg["layers"]
+    numbers, types = range(cfg["layers"]), config.get("layer_types")
+    slides = [types[n] == "sliding_attention" if types else n >= first_sliding for n in numbers]
+    by_type, use_swa = slides, field("use_swa")
     if use_swa is False and any(slides):
         raise ValueError("layer_types names sliding layers, use_swa is false")
     if use_swa and not any(slides):
@@ -65,8 +72,8 @@ def settings(config):
     if any(slides) and len(sizes) != 1:
         raise ValueError(f"a sliding layer needs exactly one window size, found {sizes}")
     cfg["windows"] = [min(sizes) if slide else None for slide in slides]
-    flags = [f for f in (config.get("is_causal"), inner.get("causal")) if f is not None]
-    cfg["causal"] = [flags[0]] * cfg["layers"] if flags else slides
+    flags = [f for f in (field("is_causal"), field("causal")) if f is not None]
+    cfg["causal"] = [flags[0]] * cfg["layers"] if flags else by_type
 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     form = rope.get("rope_type", rope.get("type", "default"))
@@ -278,8 +285,9 @@ def dflash2_scores(config, tensors, head, hidden, anchor_token, drafts, num_toke
     <pred[y_{t-1}] * proj(h_t), succ[c]>, U_t the finished logits, y_0 = x_a.
     """
     cfg = settings(config)
-    names = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-    pred, succ, proj = (tensors[f"candidate_selector.{name}"] for name in names)
+    names = ("predecessor_codebook", "successor_codebook", "hidden_projection")
+    named = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items()}
+    pred, succ, proj = (named[f"candidate_selector.{name}"] for name in names)
     keep = allowed(len(head), cfg["mask_token_id"], num_tokens)
     result, finished = [], unary_logits(config, head, hidden)
     history = [anchor_token, *drafts[:-1]]

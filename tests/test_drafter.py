@@ -254,6 +254,12 @@ def test_sampling_without_a_meaning_is_an_error(fields):
         Sampling(**fields)
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-7, 9e-5])
+def test_a_temperature_that_makes_logits_infinite_is_an_error(temperature):
+    with pytest.raises(ValueError, match="0 is greedy, else at least 0.0001 is needed"):
+        Sampling(temperature)
+
+
 def test_greedy_branches_come_first_and_leave_the_others_as_drawn(target, drafter):
     tokens, lengths, anchors = trunk_and_anchors(target)
     trunk = target.prefill(tokens, lengths)
@@ -372,10 +378,12 @@ def test_a_folder_knows_the_taps_it_was_trained_with(tmp_path, target):
     assert loaded.config.target_layer_ids == (1, 2) and other.tap_ids == target.tap_ids
 
 
-def test_a_folder_that_does_not_count_the_targets_layers_loads(tmp_path, target, drafter):
+@pytest.mark.parametrize("number", ["gone", None, 3])
+def test_a_folder_counts_the_targets_layers_once_it_was_loaded(tmp_path, target, drafter, number):
     drafter.save_pretrained(tmp_path)
-    reconfigure(num_target_layers="gone")(tmp_path)
-    assert Drafter.from_pretrained(tmp_path, target).config.num_target_layers is None
+    reconfigure(num_target_layers=number)(tmp_path)
+    loaded = Drafter.from_pretrained(tmp_path, target)
+    assert loaded.config == drafter.config and loaded.config.num_target_layers == 3
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,87 @@ def test_a_drafter_with_its_own_embedding_and_head_uses_them(target, tmp_path):
     assert set(load_file(tmp_path / "again/model.safetensors")) == set(tensors)
 
 
-def test_a_drafter_with_its_own_embedding_needs_its_own_head(target, tmp_path):
+OWNERS = {  # which of embedding and head the file holds: what is said of them
+    ("embed_tokens",): "uses its own embedding and the target's head",
+    ("lm_head",): "uses the target's embedding and its own head",
+    ("embed_tokens", "lm_head"): "uses its own embedding and its own head",
+    (): "",
+}
+
+
+@pytest.mark.parametrize("names", OWNERS, ids=["embedding", "head", "both", "neither"])
+def test_what_a_drafter_has_not_of_its_own_is_the_targets(target, tmp_path, capsys, names):
     small_drafter(target).save_pretrained(tmp_path, torch.float32)
     file = tmp_path / "model.safetensors"
-    embedding = {"embed_tokens.weight": target.model.embed_tokens.weight}
-    save_file(load_file(file) | embedding, file)
-    with pytest.raises(ValueError, match="lm_head.weight"):
+    theirs = {"embed_tokens": target.model.embed_tokens, "lm_head": target.lm_head}
+    theirs = {name: module.weight for name, module in theirs.items()}
+    used = {name: w * 0.5 if name in names else w for name, w in theirs.items()}
+    save_file(load_file(file) | {f"{name}.weight": used[name] for name in names}, file)
+    capsys.readouterr()
+    drafter = Drafter.from_pretrained(tmp_path, target)
+    printed = capsys.readouterr().out
+    assert printed == (f"{tmp_path}: the drafter {OWNERS[names]}\n" if names else "")
+    config, tensors = plain.read(tmp_path)
+    trunk = tapped(target, drafter, torch.arange(9)[None])
+    slow = plain.block_hidden(config, tensors, used["embed_tokens"], trunk.taps[0], 5, 5)
+    expected = plain.unary_logits(config, used["lm_head"], slow, 22)
+    logits = drafter.logits(drafter.block(trunk, torch.tensor([[5]])))[0, 0].double()
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+    assert set(drafter.state_dict()) - set(small_drafter(target).state_dict()) == {
+        f"{name}.weight" for name in names
+    }
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_tied_drafter_with_only_one_of_embedding_and_head_is_an_error(target, tmp_path, name):
+    small_drafter(target).save_pretrained(tmp_path, torch.float32)
+    reconfigure(tie_word_embeddings=True)(tmp_path)
+    assert not Drafter.from_pretrained(tmp_path, target).config.layers.tie_word_embeddings
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{name}.weight": target.lm_head.weight}, file)
+    with pytest.raises(ValueError, match="tie_word_embeddings is true"):
+        Drafter.from_pretrained(tmp_path, target)
+
+
+def test_a_full_folder_holds_embedding_and_head_and_proposes_the_same(pair, tmp_path):
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path, torch.float32, full=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], target.model.embed_tokens.weight)
+    assert torch.equal(tensors["lm_head.weight"], target.lm_head.weight)
+    assert read_json(tmp_path / "config.json")["tie_word_embeddings"] is False
+    full = Drafter.from_pretrained(tmp_path, target)
+    trunk = tapped(target, drafter, random_tokens(1, 9))
+    anchors = torch.tensor([[2, 8]])
+    assert torch.equal(full.block(trunk, anchors), drafter.block(trunk, anchors))
+    full.save_pretrained(tmp_path / "again", torch.float32)
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_full_folder_of_a_tied_target_holds_both_tensors(tmp_path):
+    target = small_target(tie_word_embeddings=True)
+    assert target.lm_head.weight is target.model.embed_tokens.weight
+    small_drafter(target).save_pretrained(tmp_path, torch.float32, full=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], target.lm_head.weight)
+    assert torch.equal(tensors["lm_head.weight"], target.lm_head.weight)
+
+
+def test_a_drafter_in_fp8_is_read_and_written_without(target, tmp_path):
+    drafter = small_drafter(target)
+    drafter.save_pretrained(tmp_path, torch.float32)
+    file, name = tmp_path / "model.safetensors", "layers.0.mlp.up_proj.weight"
+    eighths = (load_file(file)[name] * 8).to(torch.float8_e4m3fn)
+    scales = {f"{name}_scale_inv": torch.full((1, 1), 0.125)}
+    save_file(load_file(file) | {name: eighths} | scales, file)
+    reconfigure(quantization_config={"quant_method": "fp8"})(tmp_path)
+    read = Drafter.from_pretrained(tmp_path, target, torch.float32)
+    assert torch.equal(read.state_dict()[name], eighths.float() * 0.125)
+    assert "quantization_config" not in read.config.to_dict()
+    reconfigure(quantization_config={"quant_method": "awq"})(tmp_path)
+    with pytest.raises(ValueError, match="quantization_config .*awq"):
         Drafter.from_pretrained(tmp_path, target)
 
 
@@ -203,6 +278,10 @@ BAD = [  # a drafter, changes of its config.json, a word of the error
     ("dspark vanilla", {"markov_rank": 7}, r"\(1, 39\)"),
     ("dspark vanilla", {"markov_rank": -1}, "markov_rank"),
     ("dspark vanilla", {"enable_confidence_head": False}, "confidence_head"),
+    ("dspark vanilla", {"enable_confidence_head": "gone"}, "confidence_head"),
+    ("dspark vanilla", {"confidence_head_with_markov": "gone"}, r"\(1, 32\)"),
+    ("dspark vanilla", {"markov_rank": "gone"}, "confidence_head.proj"),
+    ("dspark vanilla", {"confidence_head_alpha": "much"}, "confidence_head_alpha 'much'"),
     ("dspark vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head"),
     ("dspark vanilla", {"block_size": 0}, "block_size 0"),
     ("dspark vanilla", {"dflash_config": {"markov_rank": 8}}, "markov_rank is given twice"),
@@ -213,12 +292,17 @@ BAD = [  # a drafter, changes of its config.json, a word of the error
     ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, "base_kernel"),
     ("dflash2", {"dflash_config": {"final_logit_softcapping": -1.0}}, "final_logit_softcapping"),
     ("dflash2", {"dflash_config": None}, "lacks mask_token_id"),
-    ("dflash2", {"architectures": ["DFlashDraftModel"]}, "has no place"),
-    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is missing"),
+    ("dflash2", {"architectures": ["DFlashDraftModel"]}, "conv_kernel_size = 2"),
+    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size"),
     ("dflash", {"output_multiplier": 0.5}, "output_multiplier"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need one"),
-    ("dflash", {"layer_types": None, "use_sliding_window": True}, "need one sliding_window"),
-    ("dflash", {"dflash_config": {"use_swa": True}}, "use_swa True contradicts"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need a sliding_window"),
+    (
+        "dflash",
+        {"layer_types": None, "use_sliding_window": True, "max_window_layers": 1},
+        "need a sliding_window",
+    ),
+    ("dflash", {"layer_types": None, "max_window_layers": "all"}, "max_window_layers 'all'"),
+    ("dflash", {"dflash_config": {"use_swa": True}}, "need a sliding_window"),
     ("dflash", {"dflash_config": {"use_swa": "yes"}}, "use_swa 'yes'"),
     (
         SLIDES_IN_PART,
@@ -228,7 +312,7 @@ BAD = [  # a drafter, changes of its config.json, a word of the error
     (SLIDES_IN_PART, {"layer_types": "sliding_attention"}, "layer_types"),
     (SLIDES_IN_PART, {"layer_types": 5}, "layer_types"),
     (SLIDES_IN_PART, {"dflash_config": {"use_swa": False}}, "use_swa"),
-    (SLIDES_IN_PART, {"dflash_config": {"swa_window_size": 9}}, r"not \[5, 9\]"),
+    (SLIDES_IN_PART, {"dflash_config": {"swa_window_size": 9}}, "sliding_window is given twice"),
     (SLIDES_IN_PART, {"sliding_window": True}, "sliding_window"),
     ("dflash", {"dflash_config": {"mask_token_id": True}}, "mask_token_id"),
     ("dflash", {"architectures": [[]]}, "architectures"),
@@ -270,6 +354,10 @@ def test_engines_that_read_the_config_through_transformers_find_every_field(pair
     drafter.save_pretrained(tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     config = drafter.config
+    written = read_json(tmp_path / "config.json")
+    found = theirs.to_dict()
+    assert found["rope_parameters"]["rope_theta"] == written.pop("rope_theta")
+    assert {name: found.get(name) for name in written} == written
     assert theirs.architectures == [config.architecture]
     assert theirs.model_type == "qwen3"
     assert (theirs.sliding_window or 0) == config.sliding_window
