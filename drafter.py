@@ -147,6 +147,16 @@ class DrafterConfig:
             raise ValueError(f"mask_token_id {mask} is a stop or pad id")
         if tokenizer and mask in tokenizer.text_ids:
             print(f"warning: mask_token_id {mask} is an ordinary token of text")
+        if tokenizer and self.trained_with is not None:
+            self._compare_templates(tokenizer.template_facts)
+
+    def _compare_templates(self, facts: dict) -> None:
+        """Say in one line if the drafter was trained on chats that were rendered otherwise."""
+        if self.trained_with.get("chat_template") != facts["chat_template"]:
+            print("note: the drafter was trained with another chat template than this target's")
+        elif self.trained_with.get("chat_template_args") != facts["chat_template_args"]:
+            before, now = (x.get("chat_template_args") for x in (self.trained_with, facts))
+            print(f"note: the drafter was trained with --chat-template-args {before}, not {now}")
 
     @classmethod
     def from_dict(cls, config_dict: dict, source: str, tensor_names=()) -> "DrafterConfig":

@@ -8,7 +8,7 @@ import sys
 from hf.tokenizer import Tokenizer, load_tokenizer
 from serve import generate
 from support.cpu import for_cpu
-from support.flags import run_command
+from support.flags import TEMPLATE_ARGS, OneLineParser, run_command
 from target import Target
 
 ATTENTION = {  # of a family's attention layers
@@ -52,15 +52,16 @@ def greet(target: Target, tokenizer: Tokenizer) -> None:
     print(f"{text}{tokenizer.decode(answer)}")
 
 
-def main(folder: str) -> None:
+def main(folder: str, template_args: str = "") -> None:
     target = for_cpu(Target.from_pretrained(folder))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, template_args)
     describe(target, tokenizer)
     greet(target, tokenizer)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print("usage: python -m hf FOLDER", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(run_command(lambda: main(sys.argv[1])))
+    parser = OneLineParser("python -m hf", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a target's folder, or OWNER/NAME of a hub's repository")
+    parser.add_argument("--chat-template-args", metavar="JSON", default="", help=TEMPLATE_ARGS)
+    flags = parser.parse_args()
+    sys.exit(run_command(lambda: main(flags.folder, flags.chat_template_args)))

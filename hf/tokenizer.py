@@ -73,6 +73,11 @@ class Tokenizer:
         """Ids that ordinary text is made of."""
         return set(range(self.num_tokens)) - set(self.special.values())
 
+    @property
+    def template_facts(self) -> dict:
+        """What a drafter's folder records of the chats that it was trained on."""
+        return {"chat_template": self.template_hash, "chat_template_args": self.template_args}
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return a text's ids. Special tokens spelled out in the text become their ids (where two
         begin alike, the longer one), unless special=False."""

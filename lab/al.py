@@ -11,7 +11,6 @@ flatter AL.
 from dataclasses import dataclass
 
 from drafter import Sampling
-from hf import load_tokenizer
 from lab.common import LabConfig, open_drafters, require
 from support.flags import TEMPLATE_ARGS, flag
 from support.measure import TaskMean, by_task, evaluate, format_gain, gain, read_tasks
@@ -70,8 +69,7 @@ def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None
 
 def run(config: Config) -> dict:
     require(config, "tasks")
-    target, drafters = open_drafters(config)
-    tokenizer = load_tokenizer(config.target, config.chat_template_args)
+    target, tokenizer, drafters = open_drafters(config)
     how = (config.num_prompts, config.prompt_length, config.seed)
     tasks = read_tasks(config.tasks, tokenizer, *how)
     options = {"seed": config.seed, "stop_ids": tokenizer.stop_ids, "batch_size": config.batch_size}

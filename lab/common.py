@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafter import PLAIN, Drafter
 from hf import load_tokenizer
+from hf.tokenizer import Tokenizer
 from serve import generate
 from support.cpu import for_cpu
 from support.data import draw_prompts, load_corpus
@@ -53,12 +54,17 @@ def open_pair(config, drafter_dtype=None) -> tuple[Target, Drafter]:
     return target, Drafter.from_pretrained(config.drafter, target, dtype)
 
 
-def open_drafters(config) -> tuple[Target, dict[str, Drafter]]:
-    """The target of --target and the drafters of --drafters by folder, in its dtype."""
+def open_drafters(config) -> tuple[Target, Tokenizer, dict[str, Drafter]]:
+    """The target of --target, its tokenizer, and the drafters of --drafters by folder, in the
+    target's dtype."""
     require(config, "target", "drafters")
     target = open_target(config)
-    dtype = target.lm_head.weight.dtype
-    return target, {f: Drafter.from_pretrained(f, target, dtype) for f in config.drafters}
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
+    drafters = {}
+    for folder in config.drafters:
+        drafters[folder] = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
+        drafters[folder].config.check(target, tokenizer)
+    return target, tokenizer, drafters
 
 
 def held_out_prompts(config, count: int) -> list[list[int]]:

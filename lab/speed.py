@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from drafter import Sampling
-from hf import load_tokenizer
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_drafters
 from serve import Batch, Options
 from support.flags import TEMPLATE_ARGS, flag
@@ -85,9 +84,8 @@ def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) ->
 
 
 def run(config: Config) -> dict:
-    target, drafters = open_drafters(config)
+    target, tokenizer, drafters = open_drafters(config)
     arms = {"off": None} | drafters
-    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
     if config.tasks:

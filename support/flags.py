@@ -110,7 +110,7 @@ def _suggestion(word: str, known_words) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
         raise SystemExit(2)
@@ -147,7 +147,7 @@ def _read_config_file(path: Path, config_class) -> dict:
 
 def parse_flags(config_class, description: str, argv=None, presets=None, name=None):
     """Read a config from the command line. name: the command's name, by default the file's."""
-    parser = _Parser(name, description=description, allow_abbrev=False)
+    parser = OneLineParser(name, description=description, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("--config", metavar="FILE", help="a run config, as a run saves in run.json")

@@ -43,9 +43,10 @@ def test_the_greeting_is_what_the_plain_forward_says(tmp_path, capsys):
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-def test_without_a_folder_there_is_a_usage_line():
+def test_without_a_folder_there_is_one_line():
     finished = run("-m", "hf")
-    assert (finished.returncode, finished.stderr) == (2, "usage: python -m hf FOLDER\n")
+    line = "python -m hf: error: the following arguments are required: folder (see --help)\n"
+    assert (finished.returncode, finished.stderr) == (2, line)
 
 
 def test_a_wrong_folder_is_one_line_and_code_2(tmp_path, capsys):
