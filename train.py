@@ -49,11 +49,20 @@ from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, st
 from serve import generate, lesson_models
 from support import distributed, resume
 from support.data import References
-from support.files import write_json
-from support.flags import DTYPES, Stopped, check_ranges, flag, parse_flags, run_command
+from support.files import locked, write_json
+from support.fingerprint import fingerprint, fingerprints, weights_fingerprint
+from support.flags import (
+    DTYPES,
+    TEMPLATE_ARGS,
+    Stopped,
+    check_ranges,
+    flag,
+    parse_flags,
+    run_command,
+)
 from support.measure import Measure, decoding_speed, format_gain, gain
 from support.optim import make_optimizers, optimizer_step, set_learning_rate
-from support.prepare import Trunks, batch_rows, prepare, start_drafter, weights_checksum
+from support.prepare import Trunks, batch_rows, prepare, start_drafter
 from support.resume import check_same, stage
 from target import TOYS, Trunk
 from tree import build_tree, gather_slots, with_room
@@ -93,6 +102,7 @@ class TrainConfig:
         "", "file of references or of the target's chats; empty: new ones", TRAINED
     )
     corpus: str = flag("", "text or JSONL prompts, file or folder; empty: Python's own", TRAINED)
+    chat_template_args: str = flag("", TEMPLATE_ARGS, TRAINED)
     skip_bad_lines: bool = flag(False, "leave bad JSONL lines out instead of stopping", TRAINED)
     num_references: int = flag(512, "how many to make", TRAINED, low=1)
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", TRAINED, low=1)
@@ -134,10 +144,14 @@ class TrainConfig:
     eval_prompts: int = flag(96, "held-out prompts; while training a quarter", KEEPING, low=1)
     eval_tokens: int = flag(128, "tokens decoded per prompt", KEEPING, low=2)
     save_every: int = flag(100, "steps between two training states", KEEPING, low=1)
+    full_folder: bool = flag(
+        False, "drafter folders hold the embedding and the head, too (DeepSpec wants them)", KEEPING
+    )
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", KEEPING, low=0)
 
     def __post_init__(self):
         check_ranges(self)
+        Sampling(self.branch_temperature)  # names a temperature that cannot be
         if self.num_greedy >= self.num_branches and self.branch_temperature > 0:
             raise ValueError("--num-greedy leaves no branch to draw; use --branch-temperature 0")
         draws_from_q = self.mode == "specopd" and self.branch_temperature > 0
@@ -146,15 +160,47 @@ class TrainConfig:
                 "--loss e2e_al needs branches drawn from q itself: --mode specopd, "
                 "--num-greedy 0 and a --branch-temperature above 0"
             )
-        if self.stop_after and self.mode == "story":
-            raise ValueError("--stop-after goes with one --mode")
+
+    NEEDS = (  # flags, what they mean nothing without, whether a config has it
+        ("arch target_steps target_layers target_length", "no --target", lambda c: not c.target),
+        ("markov_head", "--drafter-kind dspark", lambda c: c.may_be("dspark")),
+        ("rank", "--drafter-kind dspark or dflash2", lambda c: c.may_be("dspark", "dflash2")),
+        ("num_references", "no --references", lambda c: not c.references),
+        ("skip_bad_lines", "--corpus or --references", lambda c: c.corpus or c.references),
+        ("response_length", "no finished references, or --mode rollout", lambda c: c.writes_text),
+        ("warm_steps", "--mode story", lambda c: c.mode == "story"),
+        ("stop_after", "another --mode than story", lambda c: c.mode != "story"),
+        ("num_anchors cache_gib", "another --mode than rollout", lambda c: c.mode != "rollout"),
+        ("num_branches num_greedy merge", "--mode specopd or story", lambda c: c.makes_trees),
+        ("loss", "another --mode than ce", lambda c: c.mode != "ce"),
+        ("ce_decay", "--mode ce or story", lambda c: c.mode in ("ce", "story")),
+        (
+            "branch_temperature",
+            "another --mode than ce, or --drafter-kind dspark",
+            lambda c: c.mode != "ce" or c.may_be("dspark"),
+        ),
+        ("detach_confidence", "--drafter-kind dspark", lambda c: c.may_be("dspark")),
+    )
+
+    def may_be(self, *kinds: str) -> bool:
+        """Whether the drafter can be of one of these kinds; a folder's kind is not known yet."""
+        return bool(self.drafter) or (self.drafter_kind or "dflash") in kinds
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the length of a response is decided here."""
+        return not self.references.endswith(".safetensors") or self.mode == "rollout"
+
+    @property
+    def makes_trees(self) -> bool:
+        return self.mode in ("specopd", "story")
 
 
 # Flags that may differ when a run goes on: they change where and how it runs, what is kept and
 # measured; except for rounding, they do not change what a step learns.
 FREE = """
     out device save_every stop_after cache_gib eval_prompts eval_tokens shard_target grad_accum
-    recompute
+    recompute full_folder
 """.split()
 
 SMOKE = dict(
@@ -203,8 +249,9 @@ def draw_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Anchors (B,A), ascending, -1 = absent, and the uniforms (B,A,K,W) that draw the branches.
 
-    shape = (A, K, W). Anchors are drawn without replacement, from the first response token to the
-    second-last, both included. All follows from (seed, step, sequence id) alone."""
+    shape = (A, K, W); the result has fewer than A anchors where no text has room for so many.
+    Anchors are drawn without replacement, from the first response token to the second-last, both
+    included. All follows from (seed, step, sequence id) alone."""
     A, K, W = shape
     anchors = torch.full((len(sequence_ids), A), -1)
     uniforms = torch.empty(len(sequence_ids), A, K, W)
@@ -216,7 +263,8 @@ def draw_anchors(
         picked = torch.randperm(count, generator=generator)[:A].sort().values
         anchors[row, : len(picked)] = first + picked
         uniforms[row] = torch.rand(A, K, W, generator=generator)
-    return anchors, uniforms
+    num_used = max(1, int((anchors >= 0).sum(1).max()))  # a column of absent anchors costs a block
+    return anchors[:, :num_used], uniforms[:, :num_used]
 
 
 def until_stop(tokens: Tensor, stop_ids) -> Tensor:
@@ -444,12 +492,23 @@ class Run:
             resume.save_training_state(self.out, state)
 
 
+def ingredients(config, drafter: Drafter, references: References, measure: Measure) -> dict:
+    """What must be the same when a run goes on: its flags, and what stood in the files that they
+    name. drafter: the one to start from."""
+    made_with = {k: v for k, v in asdict(config).items() if k not in FREE}
+    made_with |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
+    made_with["the target"] = weights_fingerprint(drafter.target)
+    if config.drafter:
+        made_with["the starting drafter's weights"] = weights_fingerprint(drafter)["weights"]
+    made_with["the references"] = fingerprint(vars(references).values())
+    made_with["stop ids"] = [*measure.stop_ids]
+    made_with["the held-out prompts"] = fingerprints(measure.prompts)  # --eval-prompts may change
+    return made_with
+
+
 def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> Run:
     """A fresh run in the folder `out`, or the one there, continued from its last training state."""
-    made_with = {k: v for k, v in asdict(config).items() if k not in FREE}
-    # the files that the flags name may have changed since
-    made_with |= {f"the drafter's {k}": v for k, v in drafter.config.to_dict().items()}
-    made_with["the target"] = weights_checksum(drafter.target)
+    made_with = ingredients(config, drafter, trunks.references, measure)
     drafter.recompute = config.recompute
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     step_module = distributed.data_parallel(Step(config, drafter))
@@ -462,7 +521,7 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
         raise ValueError(
             f"{state['path']} is no training state, it has no {missing}: choose another --out"
         )
-    resume.check_processes_agree(state, trunks.references.tokens)
+    resume.check_processes_agree(state, made_with["the references"])
     if state:
         check_same(state["made_with"], made_with, state["path"])
         resume.set_damaged_aside(state)
@@ -518,7 +577,7 @@ def measure_and_keep_best(run: Run, step: int) -> dict:
     mean = sum(als.values()) / len(als)
     if mean > run.totals["best"].get("al", 0):
         run.totals["best"] = {"step": step + 1, "al": mean}
-        run.drafter.save_pretrained(run.out / "best")
+        run.drafter.save_pretrained(run.out / "best", full=run.config.full_folder)
     return als
 
 
@@ -577,7 +636,7 @@ def finish(run: Run) -> None:
     """Save the drafter, then the summary: with it the run counts as done."""
     if (run.out / "summary.json").is_file():
         return
-    run.drafter.save_pretrained(run.out)
+    run.drafter.save_pretrained(run.out, full=run.config.full_folder)
     write_json(run.out / "summary.json", run.totals | {"config": run.made_with})
 
 
@@ -585,13 +644,11 @@ def finish(run: Run) -> None:
 
 
 def trained(run: TrainConfig, folder: Path, target, tokenizer, measure: Measure, trunks) -> dict:
-    """Train one run, or find it done in its folder -> its totals. trunks() is called if needed."""
-    made_with = {k: v for k, v in asdict(run).items() if k not in FREE}
-
-    def make():
-        return train(run, start_drafter(run, target, tokenizer), trunks(), measure, folder)
-
-    return stage(folder, made_with, make)
+    """Train one run, or find it done in its folder -> its totals."""
+    drafter = start_drafter(run, target, tokenizer)
+    trunks = trunks()
+    made_with = ingredients(run, drafter, trunks.references, measure)
+    return stage(folder, made_with, lambda: train(run, drafter, trunks, measure, folder))
 
 
 def story(config: TrainConfig, out: Path) -> None:
@@ -780,11 +837,10 @@ def main():
     defaults = asdict(TrainConfig())
     changed = {name: value for name, value in asdict(config).items() if value != defaults[name]}
     print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(changed)}")
-    if config.mode != "story":
-        return train_one_mode(config, out)
-    if distributed.num_processes() > 1:
+    if config.mode == "story" and distributed.num_processes() > 1:
         raise ValueError("several processes go with one --mode, not with the story")
-    return story(config, out)
+    with locked(out) if distributed.is_main() else contextlib.nullcontext():
+        return story(config, out) if config.mode == "story" else train_one_mode(config, out)
 
 
 if __name__ == "__main__":

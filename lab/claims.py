@@ -20,7 +20,8 @@ import torch
 from drafter import Drafter
 from hf.files import read_json
 from support.data import References
-from support.files import write_json
+from support.files import locked, write_json
+from support.fingerprint import weights_fingerprint
 from support.flags import flag
 from support.measure import Acceptance, TaskMean, format_gain, gain
 from support.prepare import Trunks, prepare, start_drafter
@@ -221,7 +222,8 @@ def run_study(config: Config, settings: dict, name: str) -> None:
         start = start_folder(config, name, seed)
         if name == "given":
             drafter = Path(config.drafter)
-            stage(start, {"drafter": str(drafter.resolve())}, lambda: {})
+            weights = weights_fingerprint(Drafter.from_pretrained(drafter, setting.target))
+            stage(start, {"drafter": str(drafter.resolve()), "its weights": weights}, lambda: {})
             setting.measure_once(start, drafter, drafter)
         else:
             setting.train(arm_config(config, name, seed, "start"), start)
@@ -353,8 +355,9 @@ def run(config: Config) -> dict | None:
             print(f"{name}: seeds {seeds}; arms (seeds finished): {', '.join(arms)}")
         return None
     settings, figures = {}, {}
-    for name in names:
-        run_study(config, settings, name)
+    with locked(config.out):
+        for name in names:
+            run_study(config, settings, name)
     for name in names:
         lines, figures[name] = table(name, read_study(config, name))
         print("\n".join(["", *lines]))

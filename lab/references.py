@@ -10,6 +10,7 @@ response is kept where the text, cut into tokens here, has as many as the server
     pytest tests/lab/test_references.py
 """
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -30,9 +31,10 @@ from lab.common import LabConfig, open_target, require
 from serve import generate
 from support import distributed
 from support.data import References, draw_prompts, load_corpus
-from support.files import write_json
-from support.flags import flag
-from support.prepare import provenance, weights_checksum
+from support.files import locked, write_json
+from support.fingerprint import weights_fingerprint
+from support.flags import TEMPLATE_ARGS, flag
+from support.prepare import provenance
 from support.resume import stage
 
 PAUSES = (1, 2, 4, 8, 16, 0)  # seconds after each try
@@ -46,6 +48,7 @@ class Config(LabConfig):
     target: str = flag("", "the target's folder; with --api its tokenizer is enough")
     out: str = flag("runs/references", "folder: parts, and references.safetensors at the end")
     corpus: str = flag("", "text file or folder, or JSONL prompts; empty: Python's own library")
+    chat_template_args: str = flag("", TEMPLATE_ARGS)
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     num_references: int = flag(512, "how many", low=1)
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
@@ -136,7 +139,7 @@ def make_writer(config: Config, tokenizer):
     """A function (prompts, their numbers) -> responses, and what is known of who writes them."""
     if config.api:
         server = Server(config, tokenizer)
-        return server.write, {"api_model": server.model}
+        return server.write, {"target": None, "api_model": server.model}
     target = open_target(config)
     longest = config.prompt_length + config.response_length
     limit = target.config.max_position_embeddings
@@ -148,7 +151,7 @@ def make_writer(config: Config, tokenizer):
         options = {"batch_size": config.part, "prompt_ids": prompt_ids}
         return [r.tokens for r in generate(target, None, prompts, *how, **options)]
 
-    return write, {"target": weights_checksum(target)}
+    return write, {"target": weights_fingerprint(target)}
 
 
 def write_parts(config: Config, prompts: list, write) -> list:
@@ -176,13 +179,18 @@ def write_parts(config: Config, prompts: list, write) -> list:
 def run(config: Config) -> dict | None:
     require(config, "target")
     config = dataclasses.replace(config, device=distributed.start(config.device))
-    out = Path(config.out)
-    tokenizer = load_tokenizer(config.target)
+    with locked(config.out) if distributed.is_main() else contextlib.nullcontext():
+        return write_references(config, Path(config.out))
+
+
+def write_references(config: Config, out: Path) -> dict | None:
+    """Write the parts that are missing, and the file of all of them -> figures, on one process."""
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
     size = (config.num_references, config.prompt_length)
     prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     write, writer = make_writer(config, tokenizer)
-    made_with = provenance(config, None) | writer
+    made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
     is_main = distributed.is_main()
     if is_main:
         parts = {"temperature": config.temperature, "part": config.part, "by": "length"}

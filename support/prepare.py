@@ -6,7 +6,7 @@ writes the references: a dataset's answers are not its own. Held-out prompts are
     pytest tests/support/test_prepare.py
 """
 
-import zlib
+import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from drafter import PLAIN, Drafter
 from hf import load_tokenizer
-from hf.chat import read_prompts
+from hf.chat import PROMPT_SUFFIXES, read_prompts
 from hf.drafters import ARCHITECTURES
+from hf.files import open_tensors
 from serve import generate
 from support.cpu import for_cpu
 from support.data import Corpus, References, draw_prompts, load_corpus, pack
 from support.distributed import load_sharded_target
+from support.fingerprint import difference, fingerprint, is_another_dtype, weights_fingerprint
 from support.flags import dtype_of, option_name
 from support.measure import Measure
 from support.resume import stage
@@ -84,32 +86,53 @@ def make_toy(config, corpus: Corpus, folder: Path) -> dict:
     return {"held_out_bits_per_byte": bits}
 
 
-def weights_checksum(target: Target) -> int:
-    """A number that tells one target from another."""
-    return zlib.crc32(target.lm_head.weight.detach().float().cpu().numpy().tobytes())
-
-
-def provenance(config, target_checksum: int | None) -> dict:
-    """What references were made with; target_checksum: None where nobody saw the weights."""
+def provenance(config, target: dict | None, tokenizer, texts: list, prompts: list) -> dict:
+    """What references were made with, causes first. target: the fingerprint of the weights, None
+    where nobody saw them; texts: what the prompts are from."""
     keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
-    return {key: getattr(config, key) for key in keys} | {"target": target_checksum}
+    made_with = {key: getattr(config, key) for key in keys} | {"target": target}
+    made_with["the tokenizer"] = fingerprint([tokenizer.tokenizer_hash])
+    made_with["stop ids"] = [*tokenizer.stop_ids]
+    if not isinstance(texts[0], str):  # conversations: prompts are rendered
+        made_with["the chat template"] = fingerprint([tokenizer.template_hash])
+        made_with["--chat-template-args"] = tokenizer.template_args
+    return made_with | {"the prompts": fingerprint(prompts)}
+
+
+def load_given(path: str, target: Target) -> References:
+    """Read the references of --references. They must be this target's own, in whatever dtype."""
+    references = References.load(path)
+    with open_tensors(path) as file:
+        made_with = dict(json.loads((file.metadata() or {}).get("made_with", "{}")))
+    recorded = made_with.get("target", "nothing")
+    weights = weights_fingerprint(target)
+    if type(recorded) is int:
+        print(f"{path} is of an earlier version: whether this target wrote it cannot be checked")
+    elif is_another_dtype(recorded, weights):
+        print(f"{path} was written by the same weights in {recorded['dtype']}")
+    elif recorded is not None:  # None: a server wrote them, and nobody saw its weights
+        change = difference("the target", recorded, weights)
+        if change:
+            raise ValueError(f"{path} {change}: --references must be what --target itself wrote")
+    return references
 
 
 def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
     """Read the references of --references or of `path`, or let the target write them to `path`."""
-    made_with = provenance(config, weights_checksum(target))
-    if config.references.endswith(".jsonl"):
+    if config.references.lower().endswith(PROMPT_SUFFIXES):
         conversations = read_prompts(config.references, config.skip_bad_lines)
         length = config.prompt_length + config.response_length
         return References.from_conversations(conversations, tokenizer, length)
     if config.references:
-        return References.load(config.references, {"target": made_with["target"]})
+        return load_given(config.references, target)
+    size = (config.num_references, config.prompt_length)
+    prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
+    weights = weights_fingerprint(target)
+    made_with = provenance(config, weights, tokenizer, corpus.train, prompts)
     if path.is_file():
         return References.load(path, made_with)
     if config.drafter:
         start_drafter(config, target, tokenizer)  # an unfit drafter is an error before long work
-    size = (config.num_references, config.prompt_length)
-    prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     how = (config.response_length, PLAIN, config.seed, tokenizer.stop_ids)
     results = generate(target, None, prompts, *how, batch_size=GENERATE_ROWS, progress="references")
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
@@ -124,6 +147,7 @@ def prepare(config, out: Path):
     if not config.target:
         keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
         made_with = {key: getattr(config, key) for key in keys}
+        made_with["the corpus"] = fingerprint(corpus.train + corpus.held_out)
         result = stage(folder, made_with, lambda: make_toy(config, corpus, folder))
         print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
     load = load_sharded_target if config.shard_target else Target.from_pretrained
@@ -132,7 +156,7 @@ def prepare(config, out: Path):
     limit = target.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.chat_template_args)
     size = (config.eval_prompts, config.prompt_length)
     prompts = draw_prompts(corpus.held_out, tokenizer, *size, config.seed + 1)
     measure = Measure(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed)
@@ -183,6 +207,8 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
         mask_token_id = None if config.mask_token_id < 0 else config.mask_token_id
         drafter = fresh_drafter(config, target, mask_token_id).to(config.device)
     drafter.config.check(target, tokenizer)
+    if tokenizer:
+        drafter.config = replace(drafter.config, trained_with=tokenizer.template_facts)
     return drafter
 
 

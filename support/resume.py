@@ -9,15 +9,15 @@ that was never stopped. A stage (a target, a drafter) is made once; its record i
 
 import os
 import signal
-import zlib
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf.files import read_json
 from support import distributed
 from support.files import atomic_write, write_json
+from support.fingerprint import difference
 
 NEWEST = "training_state.pt"
 OLDER = "training_state.1.pt"  # the one before, for the case that the newest is damaged
@@ -26,10 +26,9 @@ OLDER = "training_state.1.pt"  # the one before, for the case that the newest is
 def check_same(made_with: dict, wanted: dict, source) -> None:
     """Raise a ValueError that names the first field in which `source` was made differently."""
     for key, value in wanted.items():
-        before = made_with.get(key)
-        if before != value:
-            difference = f"{source} was made with {key} = {before!r}, this run has {value!r}"
-            raise ValueError(f"{difference}: choose another --out or remove it")
+        change = difference(key, made_with.get(key), value)
+        if change:
+            raise ValueError(f"{source} {change}: choose another --out or remove it")
 
 
 def stage(folder: Path, made_with: dict, make) -> dict:
@@ -69,15 +68,16 @@ def load_training_state(folder: Path) -> dict | None:
     return None
 
 
-def check_processes_agree(state: dict | None, texts: Tensor) -> None:
-    """Raise a ValueError unless all processes go on from one step, with the same references."""
+def check_processes_agree(state: dict | None, references: str) -> None:
+    """Raise a ValueError unless all processes go on from one step, with the same references, whose
+    fingerprint this is."""
     step = state["step"] if state else -1
-    checksum = zlib.crc32(texts.contiguous().numpy()) if distributed.num_processes() > 1 else 0
-    steps, checksums = zip(*distributed.gather_numbers([step, checksum]))
+    number = int(references[-15:], 16)  # what 64 bits can hold
+    steps, numbers = zip(*distributed.gather_numbers([step, number]))
     question = "is the disk the same for all?"
     if len(set(steps)) > 1:
         raise ValueError(f"the processes go on from steps {list(steps)} (-1: none): {question}")
-    if len(set(checksums)) > 1:
+    if len(set(numbers)) > 1:
         raise ValueError(f"the processes have different references: {question}")
 
 

@@ -130,7 +130,7 @@ def test_anchors_depend_on_seed_step_and_sequence_alone():
     shape = (5, 2, 5)
     anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, shape)
     alone = draw_anchors(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], shape)
-    assert torch.equal(anchors[1:2], alone[0]) and torch.equal(uniforms[1:2], alone[1])
+    assert torch.equal(anchors[1:2, :2], alone[0]) and torch.equal(uniforms[1:2, :2], alone[1])
     assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
     other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], shape)
     assert not torch.equal(anchors[:1], other)
@@ -141,6 +141,31 @@ def test_anchors_depend_on_seed_step_and_sequence_alone():
         ]
     )
     assert drawn.min() == 4 and drawn.max() == 18
+
+
+@pytest.mark.parametrize("mode", TEXT_AND_TREE)
+@pytest.mark.parametrize("num_anchors", [40, 512])
+def test_anchors_beyond_the_text_cost_nothing_and_change_nothing(mode, num_anchors):
+    target, references = target_and_references()
+    drafter = small_drafter(target)
+    longest = int((references.lengths - references.prompt_lengths).max()) - 1
+    config = dataclasses.replace(CONFIG, mode=mode, num_anchors=num_anchors, batch_size=10)
+    trunk, anchors, uniforms = one_batch(target, references, config)
+    assert anchors.shape[1] == uniforms.shape[1] == longest < num_anchors
+    blocks = blocks_of(config, drafter, trunk, anchors, uniforms)
+    value = step_loss(drafter, blocks, training.objective_of(config, drafter))[0]
+    columns = num_anchors - longest  # as it was: columns of absent anchors
+    anchors = torch.nn.functional.pad(anchors, (0, columns), value=-1)
+    uniforms = torch.nn.functional.pad(uniforms, (0, 0, 0, 0, 0, columns), value=0.5)
+    padded = blocks_of(config, drafter, trunk, anchors, uniforms)
+    wanted = step_loss(drafter, padded, training.objective_of(config, drafter))[0]
+    torch.testing.assert_close(value, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_a_batch_without_room_for_an_anchor_has_one_absent_column():
+    prompt, lengths = torch.tensor([4, 6]), torch.tensor([5, 7])
+    anchors, uniforms = draw_anchors(0, 7, torch.tensor([1, 2]), prompt, lengths, (5, 2, 3))
+    assert anchors.tolist() == [[-1], [-1]] and uniforms.shape == (2, 1, 2, 3)
 
 
 # ------------------------------------------------------------------------------ blocks of rollouts
@@ -471,7 +496,7 @@ def test_a_flag_that_agrees_with_the_drafters_folder_is_fine(tmp_path):
         dict(loss="e2e_al", branch_temperature=0.0),
         dict(loss="e2e_al", num_greedy=1),
         dict(num_greedy=2),
-        dict(mode="story", stop_after=2),
+        dict(branch_temperature=1e-38),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,8 +11,9 @@ import torch
 
 from hf import load_tokenizer
 from lab import references
-from small import ROOT, free_port, run
+from small import ROOT, free_port, reconfigure, rewrite, run
 from support.data import References, load_corpus
+from support.files import locked
 from support.prepare import get_references
 from target import Target
 from train import TrainConfig
@@ -21,7 +23,7 @@ SMALL = dict(num_references=7, prompt_length=10, response_length=20, part=3)
 
 def config_for(folders, tmp_path, **changes) -> references.Config:
     values = dict(target=str(folders / "target"), out=str(tmp_path / "r"))
-    return references.Config(**values, **SMALL | changes)
+    return references.Config(**values | SMALL | changes)
 
 
 def written_at_once(folders, tmp_path, corpus: str = "", **changes) -> References:
@@ -78,6 +80,129 @@ def test_prompts_of_one_length_are_written_together_and_kept_in_their_order(
     assert lengths == sorted(lengths) and len(set(lengths)) > 4
     in_parts = References.load(tmp_path / "r/references.safetensors")
     assert are_equal(in_parts, written_at_once(folders, tmp_path, **changes))
+
+
+# -------------------------------------------------------------- what they were made of has changed
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ style or '' }}"
+
+
+def write_chats(path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def chats(folders, tmp_path):
+    """-> a config whose prompts are conversations; corpus and target are the test's own files."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    (tmp_path / "target/chat_template.jinja").write_text(TEMPLATE)
+    write_chats(tmp_path / "chats.jsonl", [f"question {n}" for n in range(20)])
+    files = dict(target=str(tmp_path / "target"), corpus=str(tmp_path / "chats.jsonl"))
+    sizes = dict(num_references=20, prompt_length=30, response_length=20, part=7)
+    return references.Config(out=str(tmp_path / "r"), **files, **sizes)
+
+
+def edit_chats(change):
+    return lambda root: write_chats(
+        root / "chats.jsonl", change([f"question {n}" for n in range(20)])
+    )
+
+
+def edit_tokenizer(root) -> None:
+    path = root / "target/tokenizer.json"
+    path.write_text(path.read_text().replace("<|pad|>", "<|nothing|>"))
+
+
+def edit_template(root) -> None:
+    (root / "target/chat_template.jinja").write_text(TEMPLATE.replace("<", "["))
+
+
+def add_to_norm(tensors: dict) -> None:
+    tensors["model.layers.1.input_layernorm.weight"][3] += 1
+
+
+STOP_AT_5 = {"eos_token_id": 5}
+EDITS = {
+    "the texts": (
+        edit_chats(lambda texts: [text.upper() for text in texts]),
+        "the prompts changed",
+    ),
+    "one text": (edit_chats(lambda texts: [*texts[:7], "?", *texts[8:]]), "the prompts changed"),
+    "one text less": (edit_chats(lambda texts: texts[:-1]), "the prompts changed"),
+    "their order": (edit_chats(lambda texts: texts[::-1]), "the prompts changed"),
+    "the template": (edit_template, "the chat template changed"),
+    "the tokenizer": (edit_tokenizer, "the tokenizer changed"),
+    "the stop ids": (
+        lambda root: (root / "target/generation_config.json").write_text(json.dumps(STOP_AT_5)),
+        "stop ids = ",
+    ),
+    "a norm of the target": (
+        lambda root: rewrite(add_to_norm)(root / "target"),
+        "other weights of target",
+    ),
+    "the target's dtype": (
+        lambda root: reconfigure(dtype="bfloat16")(root / "target"),
+        "the same weights in another dtype: float32, this run has bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_parts_are_not_finished_with_other_prompts_or_another_target(chats, tmp_path, name):
+    edit, words = EDITS[name]
+    references.run(chats)
+    (tmp_path / "r/parts/000001.json").unlink()  # as if it had been stopped
+    edit(tmp_path)
+    with pytest.raises(ValueError, match=words) as error:
+        references.run(chats)
+    assert str(tmp_path / "r/parts") in str(error.value)
+    assert not (tmp_path / "r/parts/000001.json").exists()
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_references_of_a_training_are_not_reused_with_other_prompts(chats, tmp_path, name):
+    edit, words = EDITS[name]
+
+    def get() -> References:
+        target, tokenizer = Target.from_pretrained(chats.target), load_tokenizer(chats.target)
+        corpus = load_corpus(chats.corpus)
+        return get_references(chats_run, target, tokenizer, corpus, tmp_path / "r.safetensors")
+
+    sizes = {k: getattr(chats, k) for k in ("num_references", "prompt_length", "response_length")}
+    chats_run = TrainConfig(corpus=chats.corpus, **sizes)
+    first = get()
+    assert are_equal(first, get())
+    edit(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        get()
+
+
+def test_other_template_arguments_are_other_prompts(chats):
+    references.run(chats)
+    references.run(chats)
+    other = dataclasses.replace(chats, chat_template_args='{"style": "brief"}')
+    with pytest.raises(ValueError, match="--chat-template-args = {}, this run has {'style'"):
+        references.run(other)
+
+
+def test_a_template_that_no_prompt_uses_may_change(folders, tmp_path):
+    config = config_for(folders, tmp_path, target=str(tmp_path / "target"))
+    shutil.copytree(folders / "target", tmp_path / "target")
+    references.run(config)
+    (tmp_path / "target/chat_template.jinja").write_text(TEMPLATE)
+    references.run(config)  # prompts from running text are not rendered
+
+
+def test_a_second_run_in_one_folder_is_refused_in_one_line(lab, folders, tmp_path):
+    flags = ("--target", folders / "target", "--num-references", 2, "--response-length", 4)
+    flags += ("--prompt-length", 8, "--out", tmp_path / "r")
+    with locked(tmp_path / "r"):
+        code, _, error = lab("references", *flags)
+    assert code == 2 and len(error.strip().splitlines()) == 1
+    assert f"is writing to {tmp_path / 'r'}: wait for it, or choose another --out" in error
+    assert not (tmp_path / "r/parts").exists()
+    assert lab("references", *flags)[0] == 0
+    assert lab("references", *flags)[0] == 0  # and once more
 
 
 @pytest.mark.slow

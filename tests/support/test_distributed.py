@@ -6,6 +6,7 @@ import torch
 from small import ARCHS, free_port, small_target
 from small_runs import gradient_gap, gradients, gradients_together, join_processes
 from support import distributed
+from support.fingerprint import weights_fingerprint
 from target import Target
 from train import MODES
 
@@ -105,3 +106,28 @@ def test_a_target_spread_over_two_processes_says_and_teaches_the_same(tmp_path):
             alone = gradients(arch, mode, "dflash", target)
             gap = gradient_gap(spread[f"{arch} {mode}"], alone)
             assert gap < (1e-6 if arch == "gqa" else 5e-6), (arch, mode)
+
+
+def fingerprint_worker(number: int, size: int, port: int, folder: str) -> None:
+    join_processes(number, size, port)
+    for arch in ARCHS:
+        whole = Target.from_pretrained(f"{folder}/{arch}")
+        spread = distributed.load_sharded_target(f"{folder}/{arch}")
+        assert any(hasattr(p, "device_mesh") for p in spread.parameters())
+        alone = weights_fingerprint(whole)
+        assert weights_fingerprint(spread) == alone
+        with torch.no_grad():
+            for p in spread.model.layers[2].parameters():
+                (p.to_local() if hasattr(p, "device_mesh") else p)[-1:] += 1
+        assert weights_fingerprint(spread)["weights"] != alone["weights"]
+        distributed.barrier()
+        distributed._locksteps.clear()  # a process spreads one target at a time
+    distributed.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_fingerprint_of_a_spread_target_is_that_of_a_whole_one(tmp_path, size):
+    for arch in ARCHS:
+        small_target(arch=arch).save_pretrained(tmp_path / arch, eos_token_id=21, pad_token_id=0)
+    torch.multiprocessing.spawn(fingerprint_worker, (size, free_port(), str(tmp_path)), nprocs=size)

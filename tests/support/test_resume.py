@@ -1,5 +1,6 @@
-"""Training states, stages and logs survive what happens to a run."""
+"""Training states, stages and logs survive what happens to a run; nothing else passes for them."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from small import ROOT
+from drafter import Drafter
+from small import ROOT, small_drafter
+from small_runs import CONFIG, STOP, small_trunks, target_and_references
 from support import distributed
+from support.fingerprint import fingerprint
+from support.measure import Measure
 from support.resume import (
     NEWEST,
     OLDER,
@@ -23,6 +28,7 @@ from support.resume import (
     set_damaged_aside,
     stage,
 )
+from train import train, trained
 
 
 def names_in(folder: Path) -> list[str]:
@@ -102,12 +108,12 @@ def test_damaged_training_states_step_aside(tmp_path):
 
 
 def test_processes_that_do_not_share_a_disk_are_told(monkeypatch):
-    texts = torch.arange(6)
+    texts, others = fingerprint([torch.arange(6)]), fingerprint([torch.arange(6) + 1])
     sent = []
     monkeypatch.setattr(distributed, "num_processes", lambda: 2)
     monkeypatch.setattr(distributed, "gather_numbers", lambda row: sent.append(row) or [row, row])
     check_processes_agree(None, texts)
-    check_processes_agree(None, texts + 1)
+    check_processes_agree(None, others)
     same, other = sent
     monkeypatch.setattr(distributed, "gather_numbers", lambda row: [row, same])
     check_processes_agree(None, texts)
@@ -167,3 +173,124 @@ def test_an_end_request_is_noted_and_does_not_end_the_process():
         os.kill(os.getpid(), signal.SIGTERM)
         assert end_request.received
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ------------------------------------------- what a training was made of has changed since it began
+
+PROMPTS = [[1, 2], [3, 4, 5], [6]]
+
+
+def train_run(out, change=None, prompts=PROMPTS, stop_ids=STOP, **flags) -> None:
+    """A small training, stopped after two steps, or gone on with; change(target, references)."""
+    target, references = target_and_references()
+    if change:
+        change(target, references)
+    config = dataclasses.replace(CONFIG, mode="ce", stop_after=2, eval_every=9, **flags)
+    measure = Measure(prompts, CONFIG.eval_tokens, stop_ids, 0)
+    drafter = small_drafter(target)
+    if config.drafter:
+        drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
+    train(config, drafter, small_trunks(target, references), measure, out)
+
+
+def other_token(_, references) -> None:
+    references.tokens[3, 9] += 1
+
+
+def shorter_text(_, references) -> None:
+    references.lengths[0] -= 1
+
+
+def longer_prompt(_, references) -> None:
+    references.prompt_lengths[5] += 1
+
+
+def fewer_texts(_, references) -> None:
+    for name, tensor in vars(references).items():
+        setattr(references, name, tensor[:-1])
+
+
+def other_norm(target, _) -> None:
+    target.model.norm.weight[4] += 1
+
+
+CHANGED = {
+    "a token": (dict(change=other_token), "before the references changed"),
+    "a length": (dict(change=shorter_text), "before the references changed"),
+    "a prompt's length": (dict(change=longer_prompt), "before the references changed"),
+    "one text less": (dict(change=fewer_texts), "before the references changed"),
+    "a norm of the target": (dict(change=other_norm), "other weights of the target"),
+    "the target's dtype": (
+        dict(change=lambda target, _: target.bfloat16()),
+        "the same weights in another dtype: float32, this run has bfloat16",
+    ),
+    "the stop ids": (dict(stop_ids=(7,)), "stop ids"),
+    "a held-out prompt": (dict(prompts=[[1, 2], [3, 4, 6]]), "the held-out prompts changed"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_training_does_not_go_on_from_what_has_changed(tmp_path, name):
+    changes, words = CHANGED[name]
+    train_run(tmp_path)
+    with pytest.raises(ValueError, match=words) as error:
+        train_run(tmp_path, **changes)
+    assert str(tmp_path / NEWEST) in str(error.value)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, [*PROMPTS, [7, 8]]], ids=len)
+def test_a_training_goes_on_with_more_or_fewer_of_the_same_held_out_prompts(tmp_path, prompts):
+    train_run(tmp_path)
+    train_run(tmp_path, prompts=prompts)
+    assert load_training_state(tmp_path)["step"] == 2
+
+
+def test_a_training_does_not_go_on_from_a_drafters_folder_that_has_changed(tmp_path):
+    target, _ = target_and_references()
+    small_drafter(target).save_pretrained(tmp_path / "start")
+    train_run(tmp_path / "run", drafter=str(tmp_path / "start"))
+    train_run(tmp_path / "run", drafter=str(tmp_path / "start"))
+    small_drafter(target, seed=7).save_pretrained(tmp_path / "start")
+    with pytest.raises(ValueError, match="before the starting drafter's weights changed"):
+        train_run(tmp_path / "run", drafter=str(tmp_path / "start"))
+
+
+def story_stage(out, config, change=None) -> dict:
+    """A stage of the story that is done, or is found done."""
+    target, references = target_and_references()
+    if change:
+        change(target, references)
+    measure = Measure(PROMPTS, CONFIG.eval_tokens, STOP, 0)
+    return trained(config, out, target, None, measure, lambda: small_trunks(target, references))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (other_token, "the references changed"),
+        (other_norm, "other weights of the target"),
+        ("start", "the starting drafter's weights changed"),
+    ],
+    ids=["references", "target", "start"],
+)
+def test_a_storys_stage_is_not_reused_once_what_it_depends_on_has_changed(tmp_path, change, words):
+    target, _ = target_and_references()
+    small_drafter(target).save_pretrained(tmp_path / "start")
+    flags = dict(mode="e2e", steps=1, drafter=str(tmp_path / "start"))
+    config = dataclasses.replace(CONFIG, **flags)
+    totals = story_stage(tmp_path / "e2e", config)
+    assert story_stage(tmp_path / "e2e", config) == totals
+    if change == "start":
+        small_drafter(target, seed=7).save_pretrained(tmp_path / "start")
+        change = None
+    with pytest.raises(ValueError, match=words):
+        story_stage(tmp_path / "e2e", config, change)
+
+
+def test_a_training_state_of_an_earlier_version_is_named(tmp_path):
+    train_run(tmp_path)
+    state = load_training_state(tmp_path)
+    state["made_with"]["the target"] = 123456  # a checksum of the head alone
+    save_training_state(tmp_path, {k: v for k, v in state.items() if k not in ("path", "damaged")})
+    with pytest.raises(ValueError, match=r"does not record the target \(an earlier version"):
+        train_run(tmp_path)
