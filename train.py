@@ -170,7 +170,7 @@ class TrainConfig:
         ("response_length", "no finished references, or --mode rollout", lambda c: c.writes_text),
         ("warm_steps", "--mode story", lambda c: c.mode == "story"),
         ("stop_after", "another --mode than story", lambda c: c.mode != "story"),
-        ("num_anchors cache_gib", "another --mode than rollout", lambda c: c.mode != "rollout"),
+        ("num_anchors", "another --mode than rollout", lambda c: c.mode != "rollout"),
         ("num_branches num_greedy merge", "--mode specopd or story", lambda c: c.makes_trees),
         ("loss", "another --mode than ce", lambda c: c.mode != "ce"),
         ("ce_decay", "--mode ce or story", lambda c: c.mode in ("ce", "story")),

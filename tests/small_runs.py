@@ -211,9 +211,20 @@ def train_in_parts(out: Path, mode: str, stops: list[int]) -> tuple[dict, list]:
     return drafter.state_dict(), log
 
 
-SMALL_RUN = """--mode specopd --steps 4 --batch-size 4 --num-anchors 4 --num-references 8
-    --prompt-length 16 --response-length 24 --eval-prompts 4 --eval-tokens 8 --save-every 2
-    --matrix-lr 0 --lr 1e-3""".split()
+SMALL_RUN = dict(  # as a file, because some of it means nothing in some modes
+    mode="specopd",
+    steps=4,
+    batch_size=4,
+    num_anchors=4,
+    num_references=8,
+    prompt_length=16,
+    response_length=24,
+    eval_prompts=4,
+    eval_tokens=8,
+    save_every=2,
+    matrix_lr=0.0,
+    lr=1e-3,
+)
 
 
 def train_arguments(folders, processes: int, *flags) -> list:
@@ -221,7 +232,9 @@ def train_arguments(folders, processes: int, *flags) -> list:
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     start = [*torchrun, f"--master_port={free_port()}"] if processes else []
     pair = ("--target", folders / "target", "--drafter", folders / "drafter")
-    return [*start, ROOT / "train.py", *SMALL_RUN, *pair, *flags]
+    path = folders / "small_run.json"
+    path.write_text(json.dumps(SMALL_RUN))
+    return [*start, ROOT / "train.py", "--config", path, *pair, *flags]
 
 
 def train_command(folders, processes: int, *flags) -> list[str]:

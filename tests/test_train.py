@@ -349,9 +349,9 @@ def test_the_best_drafter_is_kept_beside_the_last(tmp_path, monkeypatch):
     drafter, saved = small_drafter(target), {}
     honest = Drafter.save_pretrained
 
-    def recorded(self, folder):
+    def recorded(self, folder, **options):
         saved.setdefault(Path(folder).name, []).append(self.fc.weight.clone())
-        honest(self, folder)
+        honest(self, folder, **options)
 
     monkeypatch.setattr(Drafter, "save_pretrained", recorded)
     trunks = small_trunks(target, references)
@@ -394,7 +394,7 @@ def test_a_log_ahead_of_its_training_state_is_cut_back(tmp_path):
 def test_an_interruption_behind_the_last_training_state_is_made_good(tmp_path, monkeypatch):
     honest = Drafter.save_pretrained
 
-    def interrupted(*_):
+    def interrupted(*_, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Drafter, "save_pretrained", interrupted)

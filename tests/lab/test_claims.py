@@ -13,7 +13,8 @@ from support.files import write_json
 from support.measure import Acceptance, central_95
 from train import TrainConfig
 
-SMALL = """--target-steps 4 --target-layers 2 --target-length 32 --num-references 26
+TOY = "--target-steps 4 --target-layers 2 --target-length 32".split()
+SMALL = """--num-references 26
     --prompt-length 12 --response-length 24 --warm-steps 2 --steps 2 --eval-every 1
     --eval-prompts 4 --eval-tokens 8 --num-anchors 4 --batch-size 4""".split()
 ONE_LAYER = ("--draft-layers", 1)
@@ -103,7 +104,7 @@ def test_arms_of_equal_time_get_the_steps_that_fit_into_it(tmp_path):
 @pytest.mark.slow
 def test_a_study_runs_resumes_and_compares(lab, tmp_path):
     out = tmp_path / "c"
-    studies = ("--studies", "gqa-24", "time-24", *SMALL, *ONE_LAYER, "--out", out)
+    studies = ("--studies", "gqa-24", "time-24", *TOY, *SMALL, *ONE_LAYER, "--out", out)
     code, _, error = lab("claims", *studies, "--arms", "ce", "specopd")
     assert code == 0, error
     times = {path: path.stat().st_mtime_ns for path in out.rglob("al.json")}
