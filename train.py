@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 from drafter import Drafter, Sampling
 from hf.drafters import ARCHITECTURES, MARKOV_HEADS
+from hf.files import read_json
 from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
 from serve import generate, lesson_models
 from support import distributed, resume
@@ -152,8 +153,10 @@ class TrainConfig:
     def __post_init__(self):
         check_ranges(self)
         Sampling(self.branch_temperature)  # names a temperature that cannot be
-        if self.num_greedy >= self.num_branches and self.branch_temperature > 0:
-            raise ValueError("--num-greedy leaves no branch to draw; use --branch-temperature 0")
+        draws = self.makes_trees and self.branch_temperature > 0
+        if draws and self.num_greedy >= self.num_branches:
+            counts = f"--num-greedy {self.num_greedy} of --num-branches {self.num_branches}"
+            raise ValueError(f"{counts} leaves no branch to draw: fewer greedy, or more branches")
         draws_from_q = self.mode == "specopd" and self.branch_temperature > 0
         if self.loss == "e2e_al" and (self.num_greedy or not draws_from_q):
             raise ValueError(
@@ -172,8 +175,13 @@ class TrainConfig:
         ("stop_after", "another --mode than story", lambda c: c.mode != "story"),
         ("num_anchors", "another --mode than rollout", lambda c: c.mode != "rollout"),
         ("num_branches num_greedy merge", "--mode specopd or story", lambda c: c.makes_trees),
+        ("num_greedy", "--branch-temperature above 0", lambda c: c.branch_temperature > 0),
         ("loss", "another --mode than ce", lambda c: c.mode != "ce"),
-        ("ce_decay", "--mode ce or story", lambda c: c.mode in ("ce", "story")),
+        (
+            "ce_decay",
+            "--mode ce or story, or --drafter-kind dspark",
+            lambda c: c.mode in ("ce", "story") or c.may_be("dspark"),
+        ),
         (
             "branch_temperature",
             "another --mode than ce, or --drafter-kind dspark",
@@ -514,6 +522,7 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
     step_module = distributed.data_parallel(Step(config, drafter))
     run = Run(config, drafter, trunks, measure, out, made_with, step_module, optimizers)
     run.totals |= {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
+    measured_on = fingerprint([measure.prompts, measure.max_new_tokens])
     state = resume.load_training_state(out)
     wanted = {"step", "made_with", "totals", "drafter", "optimizers"}
     if state and not wanted <= state.keys():
@@ -528,10 +537,14 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
         resume.restore(state, drafter, optimizers)
         run.start = state["step"]
         run.totals |= state["totals"]
+        if run.totals["best"] and run.totals["measured_on"] != measured_on:
+            print("AL is measured on other prompts from now on: the best drafter is sought anew")
+            run.totals["best"] = {}
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its training state: choose another --out")
     else:
         run.save(0)
+    run.totals |= {"step": run.start, "measured_on": measured_on}
     if distributed.is_main():
         resume.cut_log(out / "log.jsonl", run.start)
         write_json(out / "run.json", asdict(config))
@@ -550,6 +563,7 @@ def one_step(run: Run, step: int) -> dict:
         stop_unsound(run, step, record["loss"], norm)
     optimizer_step(run.optimizers)
     run.totals["seconds"] += time.perf_counter() - begin
+    run.totals["step"] = step + 1
     for name in ("supervised", "nodes", "unmerged"):
         run.totals[name] += record[name]
     return record | {"grad_norm": norm}
@@ -634,10 +648,13 @@ def end_requested(request: resume.EndRequest) -> bool:
 
 def finish(run: Run) -> None:
     """Save the drafter, then the summary: with it the run counts as done."""
-    if (run.out / "summary.json").is_file():
+    path = run.out / "summary.json"
+    summary = read_json(path) if path.is_file() else {}  # a command of lab/ writes there, too
+    if "config" in summary and (run.out / "model.safetensors").is_file():
+        print(f"{run.out} was done before: nothing was trained, measured or saved again")
         return
     run.drafter.save_pretrained(run.out, full=run.config.full_folder)
-    write_json(run.out / "summary.json", run.totals | {"config": run.made_with})
+    write_json(path, summary | run.totals | {"config": run.made_with})
 
 
 # ---------------------------------------------------------------------------------------- the story
@@ -812,11 +829,11 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
 def print_outcome(config: TrainConfig, out: Path, totals: dict) -> None:
     print(json.dumps(totals))
     folder = out / config.mode
-    if not (folder / "summary.json").is_file():
-        print(f"stopped at step {config.stop_after} of {config.steps}; the same command goes on")
+    if totals["step"] < config.steps:
+        print(f"stopped at step {totals['step']} of {config.steps}; the same command goes on")
         return
     als = [f"{totals[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
-    print(f"{folder} is done: AL by temperature {', '.join(als)}, on a quarter of the prompts.")
+    print(f"{folder} is done: AL by temperature {', '.join(als)}, on some of the prompts.")
     print(f"The best mean was at step {totals['best'].get('step')}: {folder / 'best'}. Next:")
     drafters = f"{config.drafter} {folder}".strip()
     print(f"  python -m lab speed --target {config.target or out / 'target'} --drafters {drafters}")

@@ -157,7 +157,10 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
     titles = dict.fromkeys(field.metadata["group"] for field in fields)
     groups = {title: parser.add_argument_group(title) for title in titles}
     rows = getattr(config_class, "NEEDS", ())
-    needs = {name: words for names, words, _ in rows for name in names.split()}
+    needs = {}
+    for names, words, _ in rows:
+        for name in names.split():
+            needs[name] = f"{needs[name]}, and {words}" if name in needs else words
     for field in fields:
         _add_flag(groups[field.metadata["group"]], field, needs.get(field.name, ""))
     namespace, unknown = parser.parse_known_args(argv)

@@ -407,6 +407,32 @@ def test_an_interruption_behind_the_last_training_state_is_made_good(tmp_path, m
     assert (tmp_path / "model.safetensors").exists() and summary["al_t0"] >= 1
 
 
+def test_the_summary_of_another_command_does_not_make_a_run_done(tmp_path, capsys):
+    train_in_parts(tmp_path, "ce", [1])
+    (tmp_path / "summary.json").write_text('{"references": {"config": {}}}')
+    train_in_parts(tmp_path, "ce", [0])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (tmp_path / "model.safetensors").is_file() and summary["step"] == CONFIG.steps
+    assert summary["references"] == {"config": {}}
+    assert "was done before" not in capsys.readouterr().out
+    train_in_parts(tmp_path, "ce", [0])
+    assert "was done before: nothing was trained, measured or saved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [dict(prompts=[[7, 8]]), dict(max_new_tokens=5), {}])
+def test_the_best_drafter_is_sought_anew_on_other_prompts(tmp_path, capsys, changes):
+    target, references = target_and_references()
+    config = dataclasses.replace(CONFIG, eval_every=1, stop_after=1)
+    trunks, measure = small_trunks(target, references), Measure([[1, 2, 3]], 8, STOP, 0)
+    training.train(config, small_drafter(target), trunks, measure, tmp_path)
+    if "prompts" in changes:  # one more than before: others would not be gone on from
+        changes = {"prompts": [*measure.prompts, *changes["prompts"]]}
+    measure = dataclasses.replace(measure, **changes)
+    run = training.start_or_resume(config, small_drafter(target), trunks, measure, tmp_path)
+    assert bool(run.totals["best"]) == (not changes)
+    assert ("sought anew" in capsys.readouterr().out) == bool(changes)
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     target, _ = target_and_references()
     small_drafter(target).save_pretrained(tmp_path / "ce")

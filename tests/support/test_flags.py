@@ -92,6 +92,8 @@ MEANINGLESS = [  # a command, its flags, the one that means nothing beside the o
     (train.TrainConfig, "--mode e2e --no-merge", "--merge"),
     (train.TrainConfig, "--mode rollout --num-anchors 4", "--num-anchors"),
     (train.TrainConfig, "--mode specopd --ce-decay 7", "--ce-decay"),
+    (train.TrainConfig, "--mode ce --num-branches 1", "--num-branches"),
+    (train.TrainConfig, "--branch-temperature 0 --num-greedy 1", "--num-greedy"),
     (train.TrainConfig, "--mode specopd --warm-steps 7", "--warm-steps"),
     (train.TrainConfig, "--mode ce --branch-temperature 0.5", "--branch-temperature"),
     (train.TrainConfig, "--mode ce --target x --arch gdn", "--arch"),
@@ -122,6 +124,7 @@ def test_a_flag_that_means_nothing_beside_the_others_is_an_error(config_class, l
 MEANINGFUL = [
     (train.TrainConfig, "--mode specopd --loss tv --num-branches 7 --num-anchors 3"),
     (train.TrainConfig, "--mode ce --drafter-kind dspark --branch-temperature 0.5"),
+    (train.TrainConfig, "--mode specopd --drafter-kind dspark --ce-decay 7"),
     (train.TrainConfig, "--mode ce --drafter x --rank 8 --detach-confidence never"),
     (train.TrainConfig, "--mode rollout --references x.safetensors --response-length 9"),
     (train.TrainConfig, "--mode ce --references x.jsonl --response-length 9 --skip-bad-lines"),
@@ -154,10 +157,10 @@ def test_every_need_names_flags_that_exist_and_help_says_it(capsys):
     for config_class in (train.TrainConfig, ServeConfig, lab.al.Config, lab.tree.Config):
         with pytest.raises(SystemExit):
             parse_flags(config_class, "", ["--help"])
-        text = " ".join(capsys.readouterr().out.split())
+        text = "".join(capsys.readouterr().out.split())  # lines break at hyphens
         for names, words, _ in config_class.NEEDS:
-            assert f"needs {words}" in text
-            assert all(f"{option_name(name)} " in text for name in names.split())
+            assert "".join(words.split()) in text.split("needs", 1)[1]
+            assert all(option_name(name) in text for name in names.split())
     assert not unmet_needs(
         train.TrainConfig(drafter_kind="dspark", corpus="x", mode="story")
     ).keys() - {"stop_after"}
