@@ -46,6 +46,7 @@ from tree import View, gather_slots, with_room, write_slots
 
 DRAW_ELEMENTS = 2**24  # probabilities that exist at once while branches are drawn
 LEAST_TEMPERATURE = 1e-4
+LEAST = dict.fromkeys(DFLASH2_FIELDS, 1) | {"output_multiplier": None}  # None: above 0; others: 0
 BLOCKS_AT_ONCE = 32  # run together; the mask has a row and a column for each of their slots
 
 # ------------------------------------------------------------------------------------------- config
@@ -88,13 +89,17 @@ class DrafterConfig:
     def __post_init__(self):
         if self.num_draft_tokens < 1:
             raise ValueError(f"block_size {self.block_size} leaves no room for a draft")
+        ids = list(self.target_layer_ids)
+        if ids != sorted(set(ids)):  # engines collect taps in the order of the layers
+            raise ValueError(f"target_layer_ids {ids} must increase strictly")
         if self.is_causal is None and len(set(self.layer_types)) < 2:  # all layers are alike
             object.__setattr__(self, "is_causal", "sliding_attention" in self.layer_types)
         if not self.markov_rank:  # else engines refuse what is written
             object.__setattr__(self, "confidence_head_with_markov", False)
         for name in FIELDS_OF_KIND[self.kind]:
-            least = 1 if name in DFLASH2_FIELDS else 0
-            check_field(name, getattr(self, name), getattr(DrafterConfig, name), least)
+            default = getattr(DrafterConfig, name)
+            check_field(name, getattr(self, name), default, LEAST.get(name, 0))
+        self._check_windows()
         if self.markov_head_type not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type {self.markov_head_type!r}, none of {MARKOV_HEADS}")
         C, V = self.layers.hidden_size, self.layers.vocab_size
@@ -103,6 +108,15 @@ class DrafterConfig:
         if self.kind == "dflash2" and C % self.conv_group_size:
             group = self.conv_group_size
             raise ValueError(f"hidden_size {C} is no multiple of conv_group_size {group}")
+
+    def _check_windows(self) -> None:
+        """Refuse a window that would cut what the slots of a block see of each other: engines
+        apply it to them, too."""
+        b = self.block_size
+        for layer in range(self.layers.num_hidden_layers):
+            if 0 < self.window(layer) < b:
+                cut = f"sliding_window {self.window(layer)} cuts a block of {b} slots"
+                raise ValueError(f"{cut}: at least {b} is needed")
 
     @property
     def kind(self) -> str:
@@ -122,8 +136,18 @@ class DrafterConfig:
         """Whether a layer's slots see only those before them in their block."""
         return self.window(layer) > 0 if self.is_causal is None else self.is_causal
 
-    def check(self, target: Target, tokenizer=None) -> None:
-        """Name the first thing by which the drafter does not fit its target or tokenizer."""
+    def check(self, target: Target, tokenizer=None, source="the drafter") -> None:
+        """Name the first thing by which the drafter does not fit its target or tokenizer. `source`
+        names the drafter's file."""
+        try:
+            self._check_target(target)
+            self._check_mask(target.config.vocab_size, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        if tokenizer and self.trained_with is not None:
+            self._compare_templates(tokenizer.template_facts)
+
+    def _check_target(self, target: Target) -> None:
         C, V = target.config.hidden_size, target.config.vocab_size
         num_layers = target.config.num_hidden_layers
         rows = {  # the drafter's value, the target's
@@ -133,22 +157,25 @@ class DrafterConfig:
         }
         for name, (value, wanted) in rows.items():
             if value not in (None, wanted):
-                raise ValueError(f"the drafter's {name} is {value}, this target has {wanted}")
+                has = f"{wanted} layers" if name == "num_target_layers" else wanted
+                another = f"this target has {has}: it was trained for another target"
+                raise ValueError(f"{name} is {value}, {another}")
         ids = self.target_layer_ids
         if not ids or not all(-1 <= i < num_layers for i in ids):
-            layers = f"layers 0..{num_layers - 1}, or -1 for the embedding"
+            layers = f"layers 0..{num_layers - 1} of this target, or -1 for the embedding"
             raise ValueError(f"target_layer_ids {list(ids)} are not {layers}")
         if -1 in ids and target.config.has_streams:
             raise ValueError("target_layer_ids -1 is not implemented for residual streams")
+
+    def _check_mask(self, vocab_size: int, tokenizer) -> None:
         mask = self.mask_token_id
-        if not 0 <= mask < V:
-            raise ValueError(f"mask_token_id {mask} is beyond vocab_size {V}")
+        other = "a fresh drafter takes another by --mask-token-id"
+        if not 0 <= mask < vocab_size:
+            raise ValueError(f"mask_token_id {mask} is beyond vocab_size {vocab_size}: {other}")
         if tokenizer and mask in (*tokenizer.stop_ids, tokenizer.pad_id):
-            raise ValueError(f"mask_token_id {mask} is a stop or pad id")
+            raise ValueError(f"mask_token_id {mask} is a stop or pad id: {other}")
         if tokenizer and mask in tokenizer.text_ids:
             print(f"warning: mask_token_id {mask} is an ordinary token of text")
-        if tokenizer and self.trained_with is not None:
-            self._compare_templates(tokenizer.template_facts)
 
     def _compare_templates(self, facts: dict) -> None:
         """Say in one line if the drafter was trained on chats that were rendered otherwise."""
@@ -702,17 +729,23 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target: Target, dtype=None) -> "Drafter":
-        """Load a published drafter folder of any kind, to the target's device. dtype None keeps the
-        file's (bfloat16 as published); training wants float32."""
+        """Load a published drafter folder of any kind, to the target's device. dtype None: that of
+        fc in the file (bfloat16 as published); training wants float32."""
         folder = model_folder(str(folder))
         source = folder / "config.json"
         config = DrafterConfig.from_dict(read_json(source), str(source), tensor_files(folder))
         mask_file = folder / "mask_embedding.pt"
         if mask_file.exists():
             raise ValueError(f"{mask_file}: a vector of its own for MASK is not implemented")
+        config.check(target, source=source)
         with torch.device("meta"):
             drafter = drafter_class(config)(config, target)
         load_weights(drafter, folder, target.lm_head.weight.device, dtype, drafter_names)
+        drafter.to(drafter.fc.weight.dtype)  # a file may hold several types
+        last = target.config.num_hidden_layers - 1
+        if last in config.target_layer_ids:
+            read = "is read before the final norm, as by DeepSpec, not by z-lab and SpecForge"
+            print(f"{folder}: tap {last}, the target's last layer, {read}")
         if config.has_embedding or config.has_head:
             embedding = "its own" if config.has_embedding else "the target's"
             head = "its own" if config.has_head else "the target's"

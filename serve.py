@@ -487,7 +487,7 @@ def serve(config: ServeConfig) -> None:
     drafter = None
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
-        drafter.config.check(target, tokenizer)
+        drafter.config.check(target, tokenizer, f"{config.drafter}/config.json")
     texts = read_texts(config, tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     stop_ids = tokenizer.stop_ids

@@ -18,6 +18,8 @@ FAMILIES = {  # model_type: architecture
 }
 NESTED = {"qwen3_5": "qwen3_5_text", "qwen4_exp": "qwen4_exp_text"}  # the text under text_config
 HYBRID = ("qwen3_5_text", "qwen4_exp_text")  # linear layers among layers of gated attention
+# other words for the attention of qwen4_exp, which has an indexer
+INDEXED = dict.fromkeys(["indexed_attention", "qwen_sparse_attention"], "full_attention")
 FP8_BLOCK = 128  # a scale belongs to a block of 128 x 128 weights
 
 COMMON_FIELDS = """
@@ -61,7 +63,7 @@ DENSE_VALUES = {"num_experts": (0,), "attn_output_gate": (False,)}
 FAMILY_VALUES = {  # likewise, of one family
     "llama": DENSE_VALUES,
     "qwen3": DENSE_VALUES,
-    "qwen3_5_text": {"attn_output_gate": (True,), "output_gate_type": ("silu",)},
+    "qwen3_5_text": {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")},
     "qwen4_exp_text": {"attn_output_gate": (True,), "indexer_kv_heads": (1,)},
 }
 ROPE_BLOCKS = ("rope_parameters", "rope_scaling")
@@ -192,7 +194,8 @@ def _check_implemented(model_type: str, config_dict: dict, source: str) -> None:
     for name, values in implemented.items():
         value = config_dict.get(name)
         if value is not None and value not in values:
-            raise ValueError(f"{source}: {name} = {value!r} is not implemented")
+            only = " or ".join(map(repr, values)) or "null"
+            raise ValueError(f"{source}: {name} = {value!r} is not implemented, only {only}")
     quantization = config_dict.get("quantization_config")
     if quantization:
         square = [FP8_BLOCK, FP8_BLOCK]
@@ -233,8 +236,7 @@ def _hybrid_fields(fields: dict, config_dict: dict, source: str) -> dict:
     changed = {}
     if fields["model_type"] == "qwen4_exp_text":
         changed["ple_embed_dim"] = fields.get("ple_embed_dim", fields["hidden_size"])
-        # both words mean attention with an indexer
-        layer_types = [kind.replace("indexed_", "full_") for kind in layer_types]
+        layer_types = [INDEXED.get(kind, kind) for kind in layer_types]
     for layer, (kind, by_interval) in enumerate(zip(layer_types, group * num_layers)):
         if has_interval and kind != by_interval:
             place = f"layer_types[{layer}] = {kind!r}"

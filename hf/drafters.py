@@ -107,14 +107,22 @@ TREATMENTS = (  # of the fields that all kinds share; see `treatment`
     | dict.fromkeys(FILE_FACTS, LEFT_OUT)
     | dict.fromkeys([*NEUTRAL, *BY_CONFIG, *FIELDS_OF_SOME_KIND], REFUSED)
 )
-# the others may also stand in a block
-TOP_LEVEL_ALONE = {*LAYER_FIELDS, *LAYER_VALUES, *BOOKKEEPING, *FILE_FACTS}
+# where engines look for a field; the others may stand at the top or in a block
+TOP_LEVEL_ALONE = {*LAYER_FIELDS, *LAYER_VALUES, *BOOKKEEPING, *FILE_FACTS, "is_causal"}
+DFLASH_CONFIG_ALONE = {"causal", "use_swa", "swa_window_size"}
 
 
 def treatment(name: str, kind: str) -> str | None:
     """Return what becomes of a field in a drafter of a kind, None if it is unknown."""
     is_read = name in FIELDS_OF_KIND[kind] or (kind == "dspark" and name == LOSS_WEIGHT)
     return IMPLEMENTED if is_read else TREATMENTS.get(name)
+
+
+def place_of(name: str) -> str | None:
+    """Return the only place where a field is read: a block or "", the top level. None: any."""
+    if name in DFLASH_CONFIG_ALONE:
+        return "dflash_config"
+    return "" if name in TOP_LEVEL_ALONE else None
 
 
 def accepted_values(name: str, kind: str, config_dict: dict) -> tuple:
@@ -141,6 +149,7 @@ def drafter_fields(config_dict: dict, source: str) -> tuple[dict, dict]:
     `layers`, and the dictionary to be read as the `ModelConfig` of those layers."""
     drafters_own = ("layer_types", "use_sliding_window", "tie_word_embeddings", *SCALES)
     layer_dict = {k: v for k, v in config_dict.items() if k not in drafters_own}
+    layer_dict["model_type"] = "qwen3"
     try:
         return _drafter_fields(config_dict), layer_dict
     except ValueError as error:
@@ -234,14 +243,14 @@ def _field(blocks: dict, *names: str):
 
 def _refuse_unknown(blocks: dict, kind: str) -> None:
     """Raise an error for a field that is not known, or not in this place."""
+    # what is misspelt is rather a field that the kind reads than another
+    known = sorted(TREATMENTS, key=lambda name: treatment(name, kind) != IMPLEMENTED)
     for place, block in blocks.items():
-        known = [name for name in TREATMENTS if not place or name not in TOP_LEVEL_ALONE]
-        # what is misspelt is rather a field that the kind reads than another
-        known.sort(key=lambda name: treatment(name, kind) != IMPLEMENTED)
         for name in block:
             label = f"{place}.{name}".lstrip(".")
-            if name in TREATMENTS and name not in known:
-                raise ValueError(f"{label} is read at the top level, not in {place}")
+            if name in TREATMENTS and place_of(name) not in (None, place):
+                right, wrong = (f"in {p}" if p else "at the top" for p in (place_of(name), place))
+                raise ValueError(f"{label} is read {right}, not {wrong}: move it")
             if name not in TREATMENTS:
                 close = get_close_matches(name, known, 1, 0.7)
                 hint = (
@@ -272,18 +281,12 @@ def _refuse_unimplemented(blocks: dict, architecture: str) -> None:
     everywhere = {name: value for name, value in pairs if value is not None}
     rows = {name: accepted_values(name, kind, everywhere) for name in everywhere}
     rows = {name: values for name, values in rows.items() if treatment(name, kind) == REFUSED}
-    rows["model_type"] = ("qwen3",)
+    rows["model_type"] = ("qwen3", "dspark") if kind == "dspark" else ("qwen3",)
     for name, accepted in rows.items():
         value = _field(blocks, name)
-        if value is not None and value not in accepted:
+        if (value is not None or name == "model_type") and value not in accepted:
             only = f", only {' or '.join(map(repr, accepted))}" if accepted else ""
             raise ValueError(f"{name} = {value!r} is not implemented in {architecture}{only}")
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = blocks[""].get(name)
-        rope = rope if isinstance(rope, dict) else {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ValueError(f"{name} of type {rope_type!r} is not implemented, only the default")
 
 
 def _other_fields(blocks: dict, architecture: str) -> dict:
@@ -315,7 +318,8 @@ def _window_and_causality(blocks: dict) -> dict:
     use_swa = _field(blocks, "use_swa")
     is_causal = _field(blocks, "is_causal", "causal")
     switches = {"use_swa": use_swa, "is_causal": is_causal}
-    switches["use_sliding_window"] = blocks[""].get("use_sliding_window")
+    for name in ("use_sliding_window", "tie_word_embeddings"):
+        switches[name] = blocks[""].get(name)
     for name, value in switches.items():
         if not isinstance(value, bool | None):
             raise ValueError(f"{name} {value!r} must be true or false")
@@ -341,10 +345,14 @@ def _layer_types(config_dict: dict) -> list:
         raise ValueError(f"num_hidden_layers {num_layers!r} must be a positive integer")
     layer_types = config_dict.get("layer_types")
     if layer_types is None:
-        num_full = config_dict.get("max_window_layers", TRANSFORMERS_WINDOW_LAYERS)
+        num_full = config_dict.get("max_window_layers")
+        if num_full is None:
+            num_full = TRANSFORMERS_WINDOW_LAYERS
         if type(num_full) is not int:
             raise ValueError(f"max_window_layers {num_full!r} must be an integer")
-        num_full = num_full if config_dict.get("use_sliding_window") else num_layers
+        has_window = config_dict.get("sliding_window", "absent") is not None  # null: no window
+        slides = config_dict.get("use_sliding_window") and has_window
+        num_full = num_full if slides else num_layers
         layer_types = [LAYER_TYPES[number >= num_full] for number in range(num_layers)]
     is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
     if not is_list or any(layer_type not in LAYER_TYPES for layer_type in layer_types):

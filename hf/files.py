@@ -21,9 +21,12 @@ def read_json(path) -> dict:
         hint = "" if path.parent.is_dir() else ": no such folder (a hub's name is OWNER/NAME)"
         raise FileNotFoundError(f"{path} is missing{hint}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_json_object)
-    except ValueError as error:
+        # Windows' editors begin a file with a byte order mark
+        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_json_object)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
     return value
@@ -35,7 +38,8 @@ def _json_object(pairs: list[tuple]) -> dict:
     if len(value) < len(pairs):
         for key, first in pairs:
             if value[key] != first:
-                raise ValueError(f"{key} is given twice, {first!r} and {value[key]!r}")
+                both = f"{first!r} and {value[key]!r}"
+                raise ValueError(f"key {key} is given twice, {both}: remove the wrong one")
     return value
 
 

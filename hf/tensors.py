@@ -21,6 +21,7 @@ from torch import Tensor
 from hf.config import FP8_BLOCK
 from hf.files import open_tensors, read_json
 
+SINGLE_FILE = "model.safetensors"
 SKIPPED = re.compile(r"^(model\.)?(visual|mtp)\.|\.rotary_emb\.inv_freq$")
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 TABLE_PART = re.compile(r"(.*\.ngram_embedding)\.shard_(\d+)\.weight$")
@@ -37,20 +38,26 @@ SMALL = 2**20  # bytes; a smaller tensor is copied, so that its file need not st
 def tensor_files(folder) -> dict[str, Path]:
     """Return every tensor of a model folder and the file that it is in."""
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
+    index = folder / f"{SINGLE_FILE}.index.json"
     if not index.is_file():
-        path = folder / "model.safetensors"
+        path = folder / SINGLE_FILE
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
     shards = read_json(index).get("weight_map")  # {tensor: file name}
     if not isinstance(shards, dict) or {type(shard) for shard in shards.values()} != {str}:
         raise ValueError(f"{index} holds no weight_map")
+    if (folder / SINGLE_FILE).exists() and set(shards.values()) != {SINGLE_FILE}:
+        both = f"{SINGLE_FILE} and {index.name}, which names other files"
+        raise ValueError(f"{folder} holds {both}: remove one of the two")
     for shard in sorted(set(shards.values())):
         path = folder / shard
         with open_tensors(path) as file:
-            missing = {name for name in shards if shards[name] == shard} - set(file.keys())
-        if missing:
-            raise ValueError(f"{path}: tensor {min(missing)}, named by the index, is missing")
+            names = set(file.keys())
+        named = {name for name in shards if shards[name] == shard}
+        if named - names:
+            raise ValueError(f"{path}: tensor {min(named - names)}, named by the index, is missing")
+        if names - named:
+            raise ValueError(f"{path}: tensor {min(names - named)} is not named by {index.name}")
     return {name: folder / shard for name, shard in shards.items()}
 
 
@@ -65,8 +72,11 @@ def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
             twice = f"dtype = {names[0]!r} contradicts torch_dtype = {names[1]!r}"
             raise ValueError(f"{folder}/config.json: {twice}; remove one, or choose by --dtype")
         name = names[0] if names else name
-    dtype = getattr(torch, str(name), None)
-    if isinstance(dtype, torch.dtype):
+    if name:
+        dtype = getattr(torch, str(name), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            accepted = "none of float32, bfloat16, float16: choose by --dtype"
+            raise ValueError(f"{folder}/config.json: dtype = {name!r} is {accepted}")
         return dtype if dtype.itemsize > 1 else torch.bfloat16
     for name, path in tensor_files(folder).items():
         if name.endswith("embed_tokens.weight"):
@@ -76,14 +86,21 @@ def stored_dtype(config_dict: dict, folder) -> torch.dtype | None:
 
 
 def has_other_head(folder) -> bool:
-    """Return whether a target's folder holds a head that differs from its embedding in a number.
-    They are compared in the files, which are mapped: nothing is copied."""
+    """Return whether a target's folder holds a head that differs from its embedding: in a number,
+    in the number type, or in FP8's scales. They are compared in the files, which are mapped:
+    nothing is copied."""
     paths = tensor_files(folder)
     embeddings = [name for name in EMBEDDINGS if name in paths]
     if HEAD not in paths or not embeddings:
         return False
-    head, embedding = (open_tensors(paths[n]).get_tensor(n) for n in (HEAD, embeddings[0]))
-    return head.dtype != embedding.dtype or not torch.equal(head, embedding)
+    for suffix in ("", "_scale_inv"):
+        names = [name + suffix for name in (HEAD, embeddings[0])]
+        parts = [open_tensors(paths[n]).get_tensor(n) for n in names if n in paths]
+        if len(parts) == 1:
+            return True
+        if parts and (parts[0].dtype != parts[1].dtype or not torch.equal(*parts)):
+            return True
+    return False
 
 
 def layout(config):

@@ -63,7 +63,7 @@ def open_drafters(config) -> tuple[Target, Tokenizer, dict[str, Drafter]]:
     drafters = {}
     for folder in config.drafters:
         drafters[folder] = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
-        drafters[folder].config.check(target, tokenizer)
+        drafters[folder].config.check(target, tokenizer, f"{folder}/config.json")
     return target, tokenizer, drafters
 
 

@@ -46,7 +46,11 @@ def write_json(path, value) -> None:
 
 
 def write_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:
-    """Write tensors by name as safetensors; each value of `metadata` is stored as JSON."""
+    """Write tensors by name as safetensors; each value of `metadata` is stored as JSON. Raise a
+    ValueError where an index of shards lies, which would go on naming the old files."""
+    path = Path(path)
+    if path.with_name(f"{path.name}.index.json").exists():
+        raise ValueError(f"{path.parent} holds a model in shards: choose another folder")
     metadata = {"format": "pt"} | {key: json.dumps(v) for key, v in (metadata or {}).items()}
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with atomic_write(path) as temporary:

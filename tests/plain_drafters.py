@@ -31,13 +31,15 @@ def read(folder):
 def settings(config):
     """All forms of config.json (flat fields, or in a block) -> one flat dict.
 
-    `causal` and `windows` have one entry per layer. Causality: `is_causal`, else `causal`, else
-    causal exactly on the layers whose type slides; not on those that `use_swa` alone makes slide.
-    Layers without types: those from `max_window_layers` on slide if `use_sliding_window`. A field
-    that stands in two places with different values is an error; an optional field that is absent
-    reads None.
+    `causal` and `windows` have one entry per layer. Causality: `is_causal` at the top, else
+    `causal` in dflash_config, else causal exactly on the layers whose type slides; not on those
+    that `use_swa` (in dflash_config, as its `swa_window_size`) alone makes slide. Layers without
+    types: those from `max_window_layers` on slide if `use_sliding_window` and there is a window. A
+    field that stands in two places with different values is an error; an optional field that is
+    absent reads None.
     """
-    places = (config, config.get("dflash_config") or {}, config.get("dspark_config") or {})
+    dflash_config = config.get("dflash_config") or {}
+    places = (config, dflash_config, config.get("dspark_config") or {})
 
     def field(name, default=None):
         values = [place[name] for place in places if place.get(name) is not None]
@@ -58,25 +60,27 @@ def settings(config):
     cfg["kv_heads"] = config.get("num_key_value_heads") or cfg["heads"]
     cfg["head_dim"] = config.get("head_dim") or config["hidden_size"] // cfg["heads"]
     cfg["eps"] = config.get("rms_norm_eps", 1e-6)
-    first_sliding = config.get("max_window_layers", 28)
-    if not config.get("use_sliding_window"):
+    first_sliding = config.get("max_window_layers")
+    first_sliding = 28 if first_sliding is None else first_sliding
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         first_sliding = cfg["layers"]
     numbers, types = range(cfg["layers"]), config.get("layer_types")
     slides = [types[n] == "sliding_attention" if types else n >= first_sliding for n in numbers]
-    by_type, use_swa = slides, field("use_swa")
+    by_type, use_swa = slides, dflash_config.get("use_swa")
     if use_swa is False and any(slides):
         raise ValueError("layer_types names sliding layers, use_swa is false")
     if use_swa and not any(slides):
         slides = [True] * cfg["layers"]
-    sizes = {field("sliding_window"), field("swa_window_size")} - {None}
+    sizes = {field("sliding_window"), dflash_config.get("swa_window_size")} - {None}
     if any(slides) and len(sizes) != 1:
         raise ValueError(f"a sliding layer needs exactly one window size, found {sizes}")
     cfg["windows"] = [min(sizes) if slide else None for slide in slides]
-    flags = [f for f in (field("is_causal"), field("causal")) if f is not None]
+    flags = [config.get("is_causal"), dflash_config.get("causal")]
+    flags = [flag for flag in flags if flag is not None]
     cfg["causal"] = [flags[0]] * cfg["layers"] if flags else by_type
 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    form = rope.get("rope_type", rope.get("type", "default"))
+    form = rope.get("rope_type") or rope.get("type") or "default"
     if form != "default" or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"only plain full rotary is implemented: {rope}")
     cfg["theta"] = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]

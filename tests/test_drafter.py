@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import plain_drafters
 from drafter import Drafter, Sampling, draw, previous_tokens
 from small import DRAFTERS, SMALL, random_tokens, reconfigure, small_drafter, small_target
+from target import default_taps
 from tree import build_tree
 
 
@@ -371,6 +372,12 @@ def test_a_folder_has_the_public_names(tmp_path, target, drafter):
     assert tensors["fc.weight"].shape == (32, len(target.tap_ids) * 32)
 
 
+def test_the_taps_of_a_fresh_drafter_increase_for_every_depth():
+    for num_layers in range(1, 200):
+        taps = default_taps(num_layers)
+        assert list(taps) == sorted(set(taps)) and set(taps) <= set(range(num_layers))
+
+
 def test_a_folder_knows_the_taps_it_was_trained_with(tmp_path, target):
     small_drafter(target, target_layer_ids=(1, 2)).save_pretrained(tmp_path)
     other = small_target()
@@ -422,8 +429,10 @@ def test_mask_equal_to_a_stop_id_is_an_error(target, drafter):
     class Tokenizer:
         stop_ids, pad_id, text_ids = (22,), 0, {1, 2, 3}
 
-    with pytest.raises(ValueError, match="stop or pad"):
+    with pytest.raises(ValueError, match="^the drafter: mask_token_id 22 is a stop or pad"):
         drafter.config.check(target, Tokenizer)
+    with pytest.raises(ValueError, match="^there: mask_token_id 22 .*--mask-token-id"):
+        drafter.config.check(target, Tokenizer, "there")
     full = small_target()
     full.num_tokens = SMALL["vocab_size"]
     with pytest.raises(ValueError, match="spare row"):

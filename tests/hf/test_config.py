@@ -89,14 +89,15 @@ def test_the_older_spelling_of_rope_is_read_like_the_new_one(family):
     assert ModelConfig.from_dict(config_dict | older) == CONFIGS[family]
 
 
-def test_layer_kinds_are_read_from_an_interval_and_from_both_words():
+def test_layer_kinds_are_read_from_an_interval_and_from_every_word():
     config_dict = TOYS["qsa"].to_dict()
     del config_dict["layer_types"]
     by_interval = model_fields(config_dict | {"full_attention_interval": 2}, "config.json")
     assert by_interval["layer_types"] == (LINEAR, FULL) * 4
-    kinds = [LINEAR, LINEAR, LINEAR, "indexed_attention"] * 2
-    by_word = model_fields(config_dict | {"layer_types": kinds}, "config.json")
-    assert by_word["layer_types"] == TOYS["qsa"].layer_types
+    for word in ("indexed_attention", "qwen_sparse_attention"):
+        kinds = [LINEAR, LINEAR, LINEAR, word] * 2
+        by_word = model_fields(config_dict | {"layer_types": kinds}, "config.json")
+        assert by_word["layer_types"] == TOYS["qsa"].layer_types
 
 
 def test_what_a_file_leaves_out_follows_from_what_it_says():
@@ -140,6 +141,7 @@ DENSE = {  # changes of config.json ("gone" removes a field), a word of the erro
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window"),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "tied a number": ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, "quantization"),
 }
 HYBRID = {
@@ -280,6 +282,7 @@ AGREEING = {
     "rotary type": ("gqa", {"rope_scaling": {"type": "default", "rope_type": "default"}}, None),
     "rotary part": ("gdn", {"partial_rotary_factor": 0.5}, None),
     "layer kinds": ("gdn", {"full_attention_interval": 4}, None),
+    "no rotary type": ("gqa", {ROPE: {"rope_theta": 1e4, "rope_type": None}}, None),
     "indexed layers": ("qsa", {"full_attention_interval": 4}, None),
     "tied": ("gdn", {"tie_word_embeddings": False}, {}),
     "a null beside a value": ("qsa", {"vocab_size": None, "rope_scaling": None}, {}),
@@ -315,8 +318,20 @@ def test_a_listed_key_takes_its_listed_values_alone(family, name):
     for value in (None, *values):
         assert ModelConfig.from_dict(config.to_dict() | {name: value}) == config
     other = OTHER[name] if name in OTHER else not values[0]
-    with pytest.raises(ValueError, match=f"{name} = .* is not implemented"):
+    with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(config.to_dict() | {name: other})
+    only = " or ".join(map(repr, values)) or "null"
+    assert str(error.value).endswith(f"{name} = {other!r} is not implemented, only {only}")
+
+
+def test_the_gate_of_a_released_qwen3_5_is_silu_by_another_name():
+    flat = TOYS["gdn"].to_dict()
+    for word in ("swish", "silu", None):
+        nested = {"model_type": "qwen3_5", "text_config": flat | {"output_gate_type": word}}
+        assert ModelConfig.from_dict(nested) == TOYS["gdn"]
+    wrong = "output_gate_type = 'sigmoid' is not implemented, only 'silu' or 'swish'"
+    with pytest.raises(ValueError, match=wrong):
+        ModelConfig.from_dict(flat | {"output_gate_type": "sigmoid"})
 
 
 def test_a_window_of_a_llama_is_refused_unless_it_is_switched_off():

@@ -19,10 +19,10 @@ from hf.drafters import (
     KINDS,
     LEFT_OUT,
     REFUSED,
-    TOP_LEVEL_ALONE,
     TREATMENTS,
     WRITTEN_AGAIN,
     accepted_values,
+    place_of,
     treatment,
 )
 from hf.files import read_json
@@ -82,8 +82,8 @@ def field_table() -> str:
     """What becomes of each field in each kind of drafter, fields alike in one row."""
     rows = {}
     for name in TREATMENTS:
-        where = "top" if name in TOP_LEVEL_ALONE else "top or block"
-        cells = [where]
+        only = place_of(name)
+        cells = ["top or block" if only is None else f"`{only}`" if only else "top"]
         for kind in ARCHITECTURES:
             what = treatment(name, kind)
             values = accepted_values(name, kind, {}) if what == REFUSED else ()
@@ -106,8 +106,10 @@ def test_the_table_of_the_docs_is_what_the_code_does():
 
 def check_treatment(name: str, kind: str, place: str) -> None:
     what = treatment(name, kind)
-    if place and name in TOP_LEVEL_ALONE:
-        with pytest.raises(ValueError, match=f"{place}.{name} is read at the top level"):
+    if place_of(name) not in (None, place):
+        right, wrong = (f"in {p}" if p else "at the top" for p in (place_of(name), place))
+        label = f"{place}.{name}".lstrip(".")
+        with pytest.raises(ValueError, match=f": {label} is read {right}, not {wrong}: move it$"):
             read(with_field(kind, place, name, None))
     elif what == REFUSED:
         with pytest.raises(ValueError, match=f"{name} = 'strange' is not implemented"):
@@ -177,13 +179,10 @@ def test_everything_that_transformers_writes_is_known():
     "changes, word",
     [
         ({"is_causal": True, "dflash_config": {"causal": False}}, "is_causal is given twice"),
-        ({"dflash_config": {"is_causal": True, "causal": False}}, "is_causal is given twice"),
-        ({"is_causal": False, "causal": True}, "is_causal is given twice"),
-        ({"causal": False, "dflash_config": {"causal": True}}, "is_causal is given twice"),
+        ({"is_causal": False, "dflash_config": {"causal": True}}, "is_causal is given twice"),
         ({"block_size": 6}, "block_size is given twice"),
         ({"mask_token_id": 23}, "mask_token_id is given twice"),
         ({"target_layer_ids": [1]}, "target_layer_ids is given twice"),
-        ({"use_swa": False, "dflash_config": {"use_swa": True}}, "use_swa is given twice"),
         (
             {"sliding_window": 4, "dflash_config": {"use_swa": True, "swa_window_size": 5}},
             "sliding_window is given twice",
@@ -195,6 +194,23 @@ def test_everything_that_transformers_writes_is_known():
 def test_two_values_of_a_fact_are_an_error_that_names_both(changes, word):
     with pytest.raises(ValueError, match=word):
         read(described("DFlashDraftModel", **changes))
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"dflash_config": {"is_causal": True}}, "read at the top, not in dflash_config"),
+        ({"dspark_config": {"is_causal": None}}, "read at the top, not in dspark_config"),
+        ({"causal": True}, "causal is read in dflash_config, not at the top"),
+        ({"use_swa": True}, "use_swa is read in dflash_config, not at the top"),
+        ({"swa_window_size": 8}, "swa_window_size is read in dflash_config, not at the top"),
+        ({"dspark_config": {"use_swa": True}}, "read in dflash_config, not in dspark_config"),
+    ],
+)
+def test_a_switch_where_engines_do_not_look_is_an_error(architecture, changes, word):
+    with pytest.raises(ValueError, match=word):
+        read(described(architecture, **changes))
 
 
 def test_two_ropes_are_an_error():
@@ -218,6 +234,12 @@ def test_a_scaled_rope_is_refused_by_name(rope):
         read(described("DFlashDraftModel", **rope))
 
 
+@pytest.mark.parametrize("kind", [{"rope_type": None}, {"rope_type": None, "type": None}])
+def test_a_rope_without_a_type_is_the_default_one(kind):
+    rope = {"rope_parameters": {"rope_theta": 777.0} | kind}
+    assert read(described("DFlashDraftModel", **rope)).layers.rope_theta == 777.0
+
+
 # ------------------------------------------------------------------------ window and causality
 
 SLIDES, FULL = "sliding_attention", "full_attention"
@@ -230,38 +252,48 @@ SLIDES, FULL = "sliding_attention", "full_attention"
         ({}, (0, 0), (False, False)),
         ({"is_causal": True}, (0, 0), (True, True)),
         ({"dflash_config": {"causal": True}}, (0, 0), (True, True)),
-        ({"layer_types": [SLIDES, FULL], "sliding_window": 4}, (4, 0), (True, False)),
+        ({"layer_types": [SLIDES, FULL], "sliding_window": 6}, (6, 0), (True, False)),
         (
-            {"layer_types": [SLIDES, FULL], "sliding_window": 4, "is_causal": False},
-            (4, 0),
+            {"layer_types": [SLIDES, FULL], "sliding_window": 5, "is_causal": False},
+            (5, 0),
             (False, False),
         ),
-        ({"layer_types": [SLIDES] * 2, "sliding_window": 4}, (4, 4), (True, True)),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 4}}, (4, 4), (False, False)),
+        ({"layer_types": [SLIDES] * 2, "sliding_window": 6}, (6, 6), (True, True)),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 5}}, (5, 5), (False, False)),
         (
-            {"layer_types": [FULL] * 2, "dflash_config": {"use_swa": True, "swa_window_size": 4}},
-            (4, 4),
+            {"layer_types": [FULL] * 2, "dflash_config": {"use_swa": True, "swa_window_size": 5}},
+            (5, 5),
             (False, False),
         ),
         (
-            {"dflash_config": {"use_swa": True, "causal": True}, "sliding_window": 4},
-            (4, 4),
+            {"dflash_config": {"use_swa": True, "causal": True}, "sliding_window": 6},
+            (6, 6),
             (True, True),
         ),
-        ({"dflash_config": {"use_swa": False, "swa_window_size": 4}}, (0, 0), (False, False)),
-        ({"use_sliding_window": True, "sliding_window": 4}, (0, 0), (False, False)),
+        ({"dflash_config": {"use_swa": False, "swa_window_size": 6}}, (0, 0), (False, False)),
+        ({"use_sliding_window": True, "sliding_window": 6}, (0, 0), (False, False)),
         (
-            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-            (0, 4),
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            (0, 6),
             (False, True),
         ),
         (
-            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-            (4, 4),
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+            (6, 6),
             (True, True),
         ),
         (
-            {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0},
+            {"use_sliding_window": False, "sliding_window": 6, "max_window_layers": 0},
+            (0, 0),
+            (False, False),
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+            (0, 0),
+            (False, False),
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": None},
             (0, 0),
             (False, False),
         ),
@@ -270,9 +302,6 @@ SLIDES, FULL = "sliding_attention", "full_attention"
 def test_windows_and_causality_are_vllms_and_are_written_so_that_engines_take_them(
     architecture, changes, windows, causal
 ):
-    changes = copy.deepcopy(changes)
-    if architecture == "Qwen3DSparkModel":
-        changes |= changes.pop("dflash_config", {})
     config = read(described(architecture, **changes))
     assert tuple(map(config.window, range(2))) == windows
     assert tuple(map(config.causal, range(2))) == causal
@@ -282,6 +311,20 @@ def test_windows_and_causality_are_vllms_and_are_written_so_that_engines_take_th
     assert "use_swa" not in json.dumps(written) and read(written) == config
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": [SLIDES, FULL], "sliding_window": 4, "is_causal": False},
+        {"dflash_config": {"use_swa": True, "swa_window_size": 4}},
+        {"dflash_config": {"use_swa": True, "causal": False}, "sliding_window": 1},
+        {"dflash_config": {"use_swa": True, "causal": True}, "sliding_window": 4},
+    ],
+)
+def test_a_window_that_cuts_a_block_is_an_error(changes):
+    with pytest.raises(ValueError, match="sliding_window .* cuts .*: at least 5 is needed"):
+        read(described("DFlashDraftModel", **changes))
+
+
 def test_layer_types_that_are_not_given_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     for fields in [
@@ -289,8 +332,10 @@ def test_layer_types_that_are_not_given_are_those_of_transformers():
         dict(use_sliding_window=True),
         dict(use_sliding_window=False, max_window_layers=0),
         dict(use_sliding_window=True, max_window_layers=0),
+        dict(use_sliding_window=True, max_window_layers=0, sliding_window=None),
+        dict(use_sliding_window=False, max_window_layers=0, sliding_window=None),
     ]:
-        fields |= dict(sliding_window=4)
+        fields = dict(sliding_window=5) | fields
         theirs = transformers.Qwen3Config(num_hidden_layers=2, **fields).layer_types
         ours = read(described("DFlashDraftModel", **fields)).to_dict()["layer_types"]
         assert ours == theirs
@@ -298,9 +343,9 @@ def test_layer_types_that_are_not_given_are_those_of_transformers():
 
 def test_engines_that_read_a_window_through_transformers_see_it():
     transformers = pytest.importorskip("transformers")
-    config = described("DFlashDraftModel", layer_types=[SLIDES] * 2, sliding_window=4)
+    config = described("DFlashDraftModel", layer_types=[SLIDES] * 2, sliding_window=6)
     assert transformers.Qwen3Config(**config).sliding_window is None  # which vLLM refuses
-    assert transformers.Qwen3Config(**read(config).to_dict()).sliding_window == 4
+    assert transformers.Qwen3Config(**read(config).to_dict()).sliding_window == 6
 
 
 # ------------------------------------------------------------------------------------- folders
@@ -369,7 +414,7 @@ FOREIGN = {  # folders as peers write them: (architecture, changes of the config
     ),
     "MiMo's way to slide, a prefix": (
         "DFlashDraftModel",
-        dict(dflash_config={"use_swa": True, "swa_window_size": 4, "attention_sink_bias": False}),
+        dict(dflash_config={"use_swa": True, "swa_window_size": 5, "attention_sink_bias": False}),
         lambda shapes: shapes.update({f"model.{n}": shapes.pop(n) for n in list(shapes)}),
     ),
     "DFlash 2 with codebooks as weights": (
@@ -396,6 +441,7 @@ FOREIGN = {  # folders as peers write them: (architecture, changes of the config
     "SpecForge's DSpark": (
         "DSparkDraftModel",
         dict(
+            model_type="dspark",
             num_key_value_heads=4,
             dflash_config={
                 "attention_mode": "mha",
@@ -450,6 +496,7 @@ def test_a_peers_folder_is_read_written_and_read_again_without_a_change(tmp_path
         assert torch.equal(again.state_dict()[tensor_name], tensor)
     written = read_json(tmp_path / "again/config.json")
     spelt_anew = {"use_swa", "swa_window_size", "max_window_layers", "markov_head_type"}
+    spelt_anew |= {"model_type"}  # qwen3, whatever SpecForge calls a DSpark
     for place in ("", "dflash_config", "dspark_config"):
         theirs = config.get(place, {}) if place else config
         ours = written | (written.get(place, {}) if place else {})
@@ -484,6 +531,39 @@ def test_a_block_of_the_training_must_be_a_dictionary():
     for value in ("ab12", ["ab12"], 5):
         with pytest.raises(ValueError, match="trained_with .* is no block"):
             read(described("DFlashDraftModel", trained_with=value))
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"model_type": "gone"}, "model_type = None is not implemented in .*, only 'qwen3'"),
+        ({"model_type": "dspark"}, "model_type = 'dspark' is not implemented .*, only 'qwen3'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings 1 must be true or false"),
+        ({"dflash_config": {"output_multiplier": 0}}, "output_multiplier is 0, not a positive"),
+        ({"dflash_config": {"output_multiplier": -0.5}}, "output_multiplier is -0.5, not a pos"),
+        ({"dflash_config": {"target_layer_ids": [2, 0]}}, r"\[2, 0\] must increase strictly"),
+        ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"\[1, 1\] must increase strictly"),
+        ({"dflash_config": {"target_layer_ids": [0, -1]}}, r"\[0, -1\] must increase strictly"),
+    ],
+)
+def test_a_value_that_no_engine_takes_is_an_error(changes, word):
+    with pytest.raises(ValueError, match=f"config.json: .*{word}"):
+        read(described("DFlash2DraftModel", **changes))
+
+
+def test_a_dsparks_own_model_type_is_written_as_qwen3():
+    config = read(described("Qwen3DSparkModel", model_type="dspark"))
+    assert config.layers.model_type == config.to_dict()["model_type"] == "qwen3"
+
+
+def test_a_tap_on_the_last_layer_is_told_in_one_line(tmp_path, target, capsys):
+    for taps in [(0, 2), (0, 1)]:
+        small_drafter(target, target_layer_ids=taps).save_pretrained(tmp_path)
+        assert capsys.readouterr().out == ""
+        Drafter.from_pretrained(tmp_path, target)
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == ("tap 2, the target's last layer" in printed) == (2 in taps)
 
 
 def test_tap_minus_one_is_the_embedding_but_not_of_several_streams(target):

@@ -298,7 +298,12 @@ BAD = [  # a drafter, changes of its config.json, a word of the error
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, "need a sliding_window"),
     (
         "dflash",
-        {"layer_types": None, "use_sliding_window": True, "max_window_layers": 1},
+        {
+            "layer_types": None,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "sliding_window": "gone",
+        },
         "need a sliding_window",
     ),
     ("dflash", {"layer_types": None, "max_window_layers": "all"}, "max_window_layers 'all'"),
@@ -342,10 +347,32 @@ def test_a_folder_that_is_wrong_is_an_error_that_names_it(target, tmp_path, vari
         Drafter.from_pretrained(tmp_path, target)
 
 
-def test_another_targets_drafter_is_an_error(tmp_path):
-    small_drafter(small_target(hidden_size=48)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="hidden_size is 48, this target has 32"):
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"hidden_size": 48}, "hidden_size is 48, this target has 32: it was trained for another"),
+        ({"num_hidden_layers": 5}, "num_target_layers is 5, this target has 3 layers: it was"),
+        ({"vocab_size": 30}, "vocab_size is 30, this target has 24: it was trained for another"),
+    ],
+)
+def test_another_targets_drafter_is_an_error_that_names_its_file(tmp_path, changes, word):
+    small_drafter(small_target(**changes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/config.json: {word}"):
         Drafter.from_pretrained(tmp_path, small_target())
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.0.mlp.up_proj.weight", "fc.weight"])
+def test_a_file_of_several_number_types_is_read_in_that_of_fc(pair, tmp_path, name):
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path, torch.float32)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].bfloat16()}, file)
+    read = Drafter.from_pretrained(tmp_path, target)
+    expected = torch.bfloat16 if name == "fc.weight" else torch.float32
+    assert {tensor.dtype for tensor in read.state_dict().values()} == {expected}
+    trunk = tapped(target, read, random_tokens(1, 9))
+    assert read.propose(trunk, torch.tensor([[8]])).tokens.shape == (1, 1, 1, 4)
 
 
 def test_engines_that_read_the_config_through_transformers_find_every_field(pair, tmp_path):

@@ -19,10 +19,19 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(tmp_path, text,
 def test_a_key_with_two_values_in_one_object_is_an_error(tmp_path, inside):
     path = tmp_path / "config.json"
     path.write_text(inside % '{"head_dim": 8, "head_dim": 16}')
-    with pytest.raises(ValueError, match="config.json.*: head_dim is given twice, 8 and 16"):
+    with pytest.raises(ValueError, match="config.json: key head_dim is given twice, 8 and 16"):
         read_json(path)
     path.write_text(inside % '{"head_dim": 8, "head_dim": 8.0}')
     assert "8.0" in str(read_json(path))
+
+
+def test_a_byte_order_mark_is_no_error_and_other_bytes_are(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"name": "ä"}', "utf-8-sig")
+    assert read_json(path) == {"name": "ä"}
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        read_json(path)
 
 
 def test_a_missing_file_is_told_apart_from_a_missing_folder(tmp_path):

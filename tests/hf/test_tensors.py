@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf.config import FP8_BLOCK
-from hf.tensors import load_weights
-from small import SMALL, reconfigure, rewrite, small_target, spoiled_is_refused
+from hf.tensors import has_other_head, load_weights, tensor_files
+from small import SMALL, reconfigure, rewrite, small_drafter, small_target, spoiled_is_refused
 from support.files import write_tensors
 from support.toy import write_byte_tokenizer
 from target import Target
@@ -25,6 +25,25 @@ def test_shards_are_read_like_one_file(tmp_path):
     many = Target.from_pretrained(tmp_path / "many").state_dict()
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_an_index_of_the_one_file_beside_it_is_no_contradiction(tmp_path):
+    small_target().save_pretrained(tmp_path)
+    before = tensor_files(tmp_path)
+    index_of(tmp_path, before)
+    assert tensor_files(tmp_path) == before
+
+
+def test_nothing_is_saved_into_a_folder_of_shards(tmp_path):
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).float()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    target = Target.from_pretrained(tmp_path)
+    target.num_tokens -= 2
+    for module in (target, small_drafter(target)):
+        with pytest.raises(ValueError, match=f"{tmp_path} holds a model in shards: choose another"):
+            module.save_pretrained(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_fp8_weights_are_dequantised_by_block(tmp_path):
@@ -194,6 +213,22 @@ def test_a_head_counts_as_another_if_it_differs(tmp_path, head):
     assert torch.equal(target.model.embed_tokens.weight, expected["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize(
+    "scales, is_other",
+    [((0.5, 0.5), False), ((0.5, 0.25), True), ((0.5, None), True), ((None, 0.5), True)],
+    ids=["alike", "another", "none of the head", "none of the embedding"],
+)
+def test_a_head_in_fp8_counts_as_another_if_its_scales_differ(tmp_path, scales, is_other):
+    embedding = torch.randn(24, 32).to(torch.float8_e4m3fn)
+    tensors = {}
+    for name, scale in zip(("lm_head.weight", "model.embed_tokens.weight"), scales):
+        tensors[name] = embedding.clone()
+        if scale:
+            tensors[f"{name}_scale_inv"] = torch.full((1, 1), scale)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert has_other_head(tmp_path) == is_other
+
+
 def test_the_number_type_of_a_nested_config_is_the_outer_one_as_in_transformers(tmp_path):
     theirs_saved(tmp_path, "gdn", {"nested": True})
     text_config = json.loads((tmp_path / "config.json").read_text())["text_config"]
@@ -214,6 +249,16 @@ def test_two_number_types_are_an_error_unless_one_is_chosen(tmp_path):
     with pytest.raises(ValueError, match=both):
         Target.from_pretrained(tmp_path)
     assert Target.from_pretrained(tmp_path, dtype=torch.bfloat16).lm_head.weight.itemsize == 2
+
+
+@pytest.mark.parametrize("word", ["int32", "bogus", "bool", {"": "bfloat16"}])
+def test_a_number_type_that_is_none_is_an_error_unless_one_is_chosen(tmp_path, word):
+    small_target().save_pretrained(tmp_path)
+    reconfigure(dtype=word)(tmp_path)
+    accepted = "is none of float32, bfloat16, float16: choose by --dtype"
+    with pytest.raises(ValueError, match=f"config.json: dtype = .*{accepted}"):
+        Target.from_pretrained(tmp_path)
+    assert Target.from_pretrained(tmp_path, dtype=torch.float32).lm_head.weight.itemsize == 4
 
 
 def test_a_target_that_sees_what_follows_is_refused(tmp_path):
@@ -282,9 +327,21 @@ def index(text: str):
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
-def index_of_more(folder):
-    names = [*load_file(folder / "model.safetensors"), "extra"]
+def index_of(folder, names) -> None:
     index(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))(folder)
+
+
+def index_of_more(folder):
+    index_of(folder, [*load_file(folder / "model.safetensors"), "extra"])
+
+
+def index_of_fewer(folder):
+    index_of(folder, load_file(folder / "model.safetensors").keys() - {Q})
+
+
+def index_of_nothing(folder):
+    remove_tensors(folder)
+    index('{"weight_map": {"a": "none.safetensors"}}')(folder)
 
 
 def add(name: str, *shape):
@@ -306,10 +363,12 @@ SPOILED = {
     "truncated file": (cut, "model.safetensors is damaged"),
     "header longer than the file": (lying_header, "damaged"),
     "missing file": (remove_tensors, "missing"),
-    "index pointing at nothing": (
-        index('{"weight_map": {"a": "none.safetensors"}}'),
-        "none.safetensors is missing",
+    "index pointing at nothing": (index_of_nothing, "none.safetensors is missing"),
+    "one file and an index of others": (
+        index('{"weight_map": {"a": "b.safetensors"}}'),
+        "model.safetensors and model.safetensors.index.json.*: remove one of the two",
     ),
+    "a tensor that the index does not name": (index_of_fewer, f"{Q} is not named by"),
     "index naming a tensor that is nowhere": (index_of_more, "extra"),
     "empty index": (index("{}"), "weight_map"),
     "missing tensor": (remove(Q), Q),
