@@ -450,8 +450,11 @@ def marked(result: Result, tokenizer, color: bool) -> str:
 def read_texts(config: ServeConfig, tokenizer) -> list[str]:
     """The prompts of the command line, as the target's chat template writes them."""
     chats = [[{"role": "user", "content": text}] for text in config.prompt]
-    if config.prompts:
-        chats += [first_turn(messages) for messages in read_prompts(config.prompts)]
+    try:
+        for messages in read_prompts(config.prompts) if config.prompts else ():
+            chats.append(first_turn(messages))
+    except ValueError as error:
+        raise ValueError(f"--prompts {config.prompts}: {error}") from None
     if not chats:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
     return [tokenizer.chat(messages) for messages in chats]

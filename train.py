@@ -168,6 +168,7 @@ class TrainConfig:
         ("arch target_steps target_layers target_length", "no --target", lambda c: not c.target),
         ("markov_head", "--drafter-kind dspark", lambda c: c.may_be("dspark")),
         ("rank", "--drafter-kind dspark or dflash2", lambda c: c.may_be("dspark", "dflash2")),
+        ("chat_template_args", "--target, which has a template", lambda c: c.target),
         ("num_references", "no --references", lambda c: not c.references),
         ("skip_bad_lines", "--corpus or --references", lambda c: c.corpus or c.references),
         ("response_length", "no finished references, or --mode rollout", lambda c: c.writes_text),

@@ -24,8 +24,11 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
-PROMPT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
-ACCEPTED = "UTF-8 text, prompts as JSON Lines (.jsonl, .jsonl.gz) or as an array of records (.json)"
+PROMPT_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json")
+ACCEPTED = (
+    "UTF-8 text, prompts as JSON Lines (.jsonl, .ndjson, .jsonl.gz) or as an array of records "
+    "(.json)"
+)
 SIGNATURES = {  # how a binary file begins, and what it is
     b"PAR1": 'a Parquet file (pandas: read_parquet(A).to_json(B, orient="records", lines=True))',
     b"ARROW1": "an Arrow file",
@@ -35,6 +38,11 @@ SIGNATURES = {  # how a binary file begins, and what it is
     b"\xfe\xff": "UTF-16 text",
 }
 SHAPES = ("turns", "prompt", "messages", "conversations")
+ELSEWHERE = {  # what would change the prompt in a record of another program, and where it goes here
+    "functions": "list them as tools",
+    "system_prompt": "call it system",
+    "chat_template_kwargs": "--chat-template-args sets the template's variables for all records",
+}
 ROLES = {  # in a file, and as templates call them
     "system": "system",
     "user": "user",
@@ -55,6 +63,7 @@ READ_AS = {  # what a conversation may carry, and the names under which template
 # variables that each rendering sets
 SET_PER_RENDER = ("messages", "tools", "documents", "add_generation_prompt")
 MARK = "\ufdd0"  # at both ends of a generation block; Unicode keeps it out of texts
+NO_USER = "no turn of the user"
 
 
 class Conversation(list):
@@ -71,9 +80,12 @@ def tools_of(messages: list[dict]) -> list[dict] | None:
 
 
 def first_turn(messages: list[dict]) -> Conversation:
-    """Return the messages up to and including the first user turn; without one, the first."""
+    """Return the messages up to and including the first user turn. Raise a ValueError if there is
+    none."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return Conversation(messages[: users[0] + 1] if users else messages[:1], tools_of(messages))
+    if not users:
+        raise ValueError(NO_USER)
+    return Conversation(messages[: users[0] + 1], tools_of(messages))
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -123,6 +135,8 @@ def render(template: str | None, messages: list[dict], generation_prompt: bool, 
     variables["add_generation_prompt"] = generation_prompt
     try:
         return _compiled(template).render(variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is broken: {error}") from None
     except Exception as error:  # a template is code, and raises what it likes
         raise ValueError(f"the chat template refuses: {error}") from None
 
@@ -136,8 +150,13 @@ def _as_templates_expect(message: dict) -> dict:
     return message
 
 
+def reasoning_of(message: dict) -> str:
+    """Return what the message says before its answer, "" if nothing."""
+    return _only_value(message, REASONING) or ""
+
+
 def has_generation_tag(template: str | None) -> bool:
-    return bool(re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template or ""))
+    return "generation_mark" in _names_in(template)
 
 
 def generation_pieces(template: str, messages: list[dict], names: dict) -> list[str]:
@@ -166,9 +185,9 @@ def check_shown(template: str | None, messages: list[dict]) -> None:
             raise ValueError(f"the chat template has no place for {key}")
 
 
-def read_template_args(text: str, template: str | None) -> dict:
-    """Read the JSON object of --chat-template-args; its keys have to be the template's variables.
-    Empty text stands for none."""
+def read_template_args(text: str, *templates: str | None) -> dict:
+    """Read the JSON object of --chat-template-args; its keys have to be variables of one of the
+    templates. Empty text stands for none."""
     if not text:
         return {}
     flag = f"--chat-template-args {text}"
@@ -178,19 +197,24 @@ def read_template_args(text: str, template: str | None) -> dict:
         args = None
     if not isinstance(args, dict):
         raise ValueError(f"{flag}: no JSON object such as '{{\"enable_thinking\": false}}'")
+    if not any(templates):
+        raise ValueError(f"{flag}: there is no chat template")
     try:
-        variables = jinja2.meta.find_undeclared_variables(_environment().parse(template or ""))
+        trees = [_environment().parse(template or "") for template in templates]
     except jinja2.TemplateError as error:
         raise ValueError(f"{flag}: the chat template is broken: {error}") from None
+    variables = set().union(*map(jinja2.meta.find_undeclared_variables, trees))
     variables = sorted(variables - {*_environment().globals, *SET_PER_RENDER, "generation_mark"})
     for key in args:
         if key in SET_PER_RENDER:
             raise ValueError(f"{flag}: {key} comes from the prompts, it cannot be set")
         if key not in variables:
             close = difflib.get_close_matches(key, variables, 1)
-            meant = f"did you mean {close[0]}" if close else f"its variables are {variables}"
-            problem = f"the chat template has no variable {key}; {meant}"
-            raise ValueError(f"{flag}: {problem if template else 'there is no chat template'}")
+            known = (
+                f"its variables are {', '.join(variables)}" if variables else "it has no variables"
+            )
+            meant = f"did you mean {close[0]}?" if close else known
+            raise ValueError(f"{flag}: the chat template has no variable {key}; {meant}")
     return args
 
 
@@ -234,7 +258,7 @@ def read_prompts(path, skip_bad_lines: bool = False) -> list[Conversation]:
     num_bad = 0
     for error_start, record in _records(path):
         try:
-            record = json.loads(record.decode()) if isinstance(record, bytes) else record
+            record = _parsed(record) if isinstance(record, bytes) else record
             conversations.append(_conversation(record))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else error
@@ -273,10 +297,23 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
             yield f"{path}:{number}: bad line", line
 
 
+def _parsed(data: bytes):
+    return json.loads(data.decode(), object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple]) -> dict:
+    """Make a JSON object of its pairs. Raise a ValueError if a key is there twice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} is given twice")
+    return value
+
+
 def _array(path: Path, data: bytes) -> list:
     wanted = "a .json is an array of records, one record a line makes a .jsonl"
     try:
-        value = json.loads(data.decode())
+        value = _parsed(data)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}; {wanted}") from None
     if not isinstance(value, list):
@@ -289,6 +326,9 @@ def _conversation(record: dict) -> Conversation:
     """Check a record of one of the four shapes, and translate it."""
     if not isinstance(record, dict):
         raise ValueError("no JSON object")
+    for key, instead in ELSEWHERE.items():
+        if record.get(key):
+            raise ValueError(f"{key} is not read: {instead}")
     shapes = [key for key in SHAPES if record.get(key) is not None]
     if not shapes:
         raise ValueError(f"none of the keys {', '.join(SHAPES)}")
@@ -316,20 +356,42 @@ def _message(message: dict) -> dict:
     """Translate {role, content, ...} or {from, value, ...} to what templates read."""
     if not isinstance(message, dict):
         raise ValueError("a message that is no JSON object")
-    role = message["from"] if "from" in message else message["role"]
-    if role not in ROLES:
-        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
-    text = _text(message["value"] if "value" in message else message.get("content"))
+    role = _only_value(message, ("from", "role"), _role)
+    if role is None:
+        raise KeyError("role")
+    text = _only_value(message, ("value", "content"), _text) or ""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"weight {weight!r}: a turn has 1, or 0 if it is not to be supervised")
+    if not isinstance(reasoning_of(message), str):
+        raise ValueError(f"the reasoning {reasoning_of(message)!r:.40} is no text")
+    is_call = "function_call" in (message.get("from"), message.get("role"))
     message = {key: value for key, value in message.items() if key not in ("from", "value")}
-    message |= {"role": ROLES[role], "content": text}
-    if role == "function_call":
+    message |= {"role": role, "content": text}
+    if is_call:
         message |= {"content": "", "tool_calls": _tool_calls(text)}
     calls = message.get("tool_calls")
     if calls is not None and not _is_list_of_objects(calls):
         raise ValueError("tool_calls is no list of JSON objects")
-    if not (text or calls or role in ("tool", "observation") or any(map(message.get, REASONING))):
+    if not (text or calls or role == "tool" or reasoning_of(message)):
         raise ValueError(f"a turn without text: the content of role {role} is empty")
     return message
+
+
+def _role(name) -> str:
+    if name not in ROLES:
+        raise ValueError(f"role {name!r} is not one of {', '.join(ROLES)}")
+    return ROLES[name]
+
+
+def _only_value(message: dict, names: tuple[str, ...], read=lambda value: value):
+    """Return read(value) of a field that goes by several names; None if it has no value. Raise a
+    ValueError if it has two."""
+    values = {name: read(message[name]) for name in names if message.get(name) is not None}
+    for name, value in values.items():
+        if value != next(iter(values.values())):
+            raise ValueError(f"{next(iter(values))} and {name} of a message say different things")
+    return next(iter(values.values()), None)
 
 
 def _text(content) -> str:

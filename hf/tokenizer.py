@@ -13,15 +13,18 @@ import hashlib
 import re
 import unicodedata
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import tiktoken
 
 from hf.chat import (
+    Conversation,
     check_shown,
     generation_pieces,
     has_generation_tag,
     read_template_args,
+    reasoning_of,
     render,
     tools_of,
 )
@@ -37,6 +40,10 @@ NO_TURN = "no assistant turn"
 NO_PROMPT = "nothing stands before the assistant's turn"
 NO_HEADER = "the turn does not begin as the chat template prompts for one"
 REWRITTEN = "the chat template writes the turn differently when others follow"
+OWN_TEXT = "the chat template writes text of its own in front of the answer"
+NO_TEXT = "the chat template writes nothing in the turn that is the assistant's"
+NO_WEIGHT = "the turn has weight 0"
+PROBE = "\ufdd1"  # stands for a reasoning; Unicode keeps it out of texts
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,10 @@ class Tokenizer:
     def template_facts(self) -> dict:
         """What a drafter's folder records of the chats that it was trained on."""
         return {"chat_template": self.template_hash, "chat_template_args": self.template_args}
+
+    def template_names(self, name: str) -> bool:
+        """Whether a variable or a function is named in the chat templates."""
+        return name in (self.template or "") + (self.tool_template or "")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return a text's ids. Special tokens spelled out in the text become their ids (where two
@@ -128,43 +139,72 @@ class Tokenizer:
 
     def turns(self, messages: list[dict]) -> tuple[list[int], list[bool], list[str]]:
         """Return what `supervised` does, and for each assistant turn that is not supervised the
-        reason. Generation tags of the template say which text is supervised."""
+        reason. Generation tags of the template say which text of a turn is supervised."""
         whole = self.chat(messages, False)
         self.check_shown(messages)
-        names = self._names(messages)
-        template = self._template(names["tools"])
-        if has_generation_tag(template):
-            ids, mask = self._overlapping(generation_pieces(template, messages, names))
-            return ids, mask, [] if any(mask) else [NO_TURN]
-        cuts, reasons = self._cuts(messages, whole)
-        ids = []
-        mask = []
-        for number, (start, end) in enumerate(zip(cuts, [*cuts[1:], None])):
-            piece_ids = self.encode(whole[start:end])
-            ids += piece_ids
-            mask += [number % 2 == 1] * len(piece_ids)
-        return ids, mask, reasons
-
-    def _cuts(self, messages: list[dict], whole: str) -> tuple[list[int], list[str]]:
-        """Where to cut the text of a conversation, so that every second piece is a turn of the
-        assistant; and the reasons for turns that are not cut out."""
+        is_tagged = has_generation_tag(self._template(tools_of(messages)))
+        blocks = self._blocks(messages) if is_tagged else [(0, len(whole))]
         cuts = [0]
         reasons = []
-        tools = {"tools": tools_of(messages)}
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in turns:
-            if i == 0:
-                reasons.append(NO_PROMPT)
-                continue
-            before = self.chat(messages[:i], True, **tools)
-            after = self.chat(messages[: i + 1], False, **tools)
-            if not after.startswith(before):
-                reasons.append(NO_HEADER)
-            elif not whole.startswith(after) or len(before) < cuts[-1]:
-                reasons.append(REWRITTEN)
-            else:
-                cuts += [len(before), len(after)]
-        return cuts, reasons if turns else [NO_TURN]
+            try:
+                cuts += self._turn_cuts(messages, i, whole, blocks, cuts[-1])
+            except ValueError as error:
+                reasons.append(str(error))
+        pieces = [whole[start:end] for start, end in pairwise([*cuts, None])]
+        ids, mask = self._overlapping(pieces) if is_tagged else self._one_by_one(pieces)
+        return ids, mask, reasons if turns else [NO_TURN]
+
+    def _blocks(self, messages: list[dict]) -> list[tuple[int, int]]:
+        """Return where the generation blocks of a conversation's text begin and end."""
+        names = self._names(messages)
+        pieces = generation_pieces(self._template(names["tools"]), messages, names)
+        ends = list(accumulate(map(len, pieces)))
+        return list(zip(ends[::2], ends[1::2]))
+
+    def _turn_cuts(self, messages: list[dict], i: int, whole: str, blocks, end: int) -> list[int]:
+        """Return where to cut the text of a conversation, so that what the assistant wrote in turn
+        i, in these blocks, is apart; `end`: of the turn before. Raise a ValueError that says why it
+        is not supervised."""
+        if messages[i].get("weight") == 0:
+            raise ValueError(NO_WEIGHT)
+        if i == 0:
+            raise ValueError(NO_PROMPT)
+        tools = tools_of(messages)
+        turns = Conversation(messages[: i + 1], tools)
+        before = self.chat(Conversation(messages[:i], tools))
+        after = self.chat(turns, False)
+        if not after.startswith(before):
+            raise ValueError(NO_HEADER)
+        if not whole.startswith(after) or len(before) < end:
+            raise ValueError(REWRITTEN)
+        spans = [(max(start, len(before)), min(stop, len(after))) for start, stop in blocks]
+        cuts = [cut for start, stop in spans if start < stop for cut in (start, stop)]
+        if not cuts:
+            raise ValueError(NO_TEXT)
+        if self._adds_text(turns, after, cuts[0]):
+            raise ValueError(OWN_TEXT)
+        return cuts
+
+    def _adds_text(self, messages: Conversation, text: str, start: int) -> bool:
+        """Whether the last turn of a text, from `start` on, begins with what its message does not
+        hold. Reasoning and tool calls stand in a frame, which may not be empty."""
+        message = messages[-1]
+        reasoning = reasoning_of(message).strip()
+        if reasoning and reasoning in text[start:]:
+            return False
+        if message["content"].strip():
+            return not text[start:].lstrip().startswith(message["content"].strip())
+        framed = [*messages[:-1], message | {"reasoning_content": PROBE}]
+        framed = self.chat(Conversation(framed, messages.tools), False)
+        return framed.find(PROBE) >= start and framed.replace(PROBE, "") == text
+
+    def _one_by_one(self, pieces: list[str]) -> tuple[list[int], list[bool]]:
+        """Return the ids of a text in pieces, and True for ids of every second one."""
+        rows = [self.encode(piece) for piece in pieces]
+        mask = [number % 2 == 1 for number, row in enumerate(rows) for _ in row]
+        return [i for row in rows for i in row], mask
 
     def _overlapping(self, pieces: list[str]) -> tuple[list[int], list[bool]]:
         """Return the ids of a text in pieces, and True for ids that reach into a second one."""
@@ -233,7 +273,7 @@ def _load(folder: Path, template_args: str) -> Tokenizer:
         names=names,
         tokenizer_hash=_hash(source.read_bytes()),
         tool_template=templates.get("tool_use"),
-        template_args=read_template_args(template_args, template),
+        template_args=read_template_args(template_args, template, templates.get("tool_use")),
         bos=_bos(file, special, source),
     )
 
@@ -371,6 +411,9 @@ def _chat_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     templates = {name: path.read_text("utf-8") for name, path in files.items()} or templates
+    blank = [name for name, text in templates.items() if not text.strip()]
+    if blank:
+        raise ValueError(f"{folder}: the chat template {blank[0]} is empty: fill or remove it")
     if templates and "default" not in templates:
         raise ValueError(f"{folder}: chat templates {sorted(templates)}, but none called default")
     return templates, names

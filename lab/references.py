@@ -34,7 +34,7 @@ from support.data import References, draw_prompts, load_corpus
 from support.files import locked, write_json
 from support.fingerprint import weights_fingerprint
 from support.flags import TEMPLATE_ARGS, flag
-from support.prepare import provenance
+from support.prepare import check_template_args, provenance
 from support.resume import stage
 
 PAUSES = (1, 2, 4, 8, 16, 0)  # seconds after each try
@@ -58,6 +58,12 @@ class Config(LabConfig):
     api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
     api_model: str = flag("", "the model's name there; empty: the first it has")
     api_requests: int = flag(32, "requests at once", low=1)
+
+    NEEDS = (
+        ("skip_bad_lines", "--corpus", lambda c: c.corpus),
+        ("api_model api_requests", "--api", lambda c: c.api),
+        ("device dtype", "no --api", lambda c: not c.api),
+    )
 
 
 class Server:
@@ -187,14 +193,14 @@ def write_references(config: Config, out: Path) -> dict | None:
     """Write the parts that are missing, and the file of all of them -> figures, on one process."""
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
+    check_template_args(config, corpus.train)
     size = (config.num_references, config.prompt_length)
     prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
     is_main = distributed.is_main()
     if is_main:
-        parts = {"temperature": config.temperature, "part": config.part, "by": "length"}
-        stage(out / "parts", made_with | parts, lambda: {})
+        stage(out / "parts", made_with | {"part": config.part, "by": "length"}, lambda: {})
     distributed.barrier()
     responses = write_parts(config, prompts, write)
     distributed.stop()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf.chat import PROMPT_SUFFIXES, first_turn, holds_prompts, read_prompts, read_text
 from hf.files import open_tensors
-from hf.tokenizer import NO_HEADER, NO_PROMPT, NO_TURN, REWRITTEN, Tokenizer
+from hf.tokenizer import NO_HEADER, NO_PROMPT, NO_TURN, OWN_TEXT, REWRITTEN, Tokenizer
 from support.files import write_tensors
 from support.resume import check_same
 
@@ -33,7 +33,8 @@ TOO_LONG = "the turn ends beyond"
 HINTS = {  # how a reason begins, and what helps
     TOO_LONG: "--prompt-length and --response-length together are the limit",
     NO_TURN: "`lab references` lets the target answer prompts",
-    NO_HEADER: "--chat-template-args sets the template's variables, such as enable_thinking",
+    NO_HEADER: "--chat-template-args sets the template's variables",
+    OWN_TEXT: "--chat-template-args '{\"enable_thinking\": false}'",
     REWRITTEN: "give each turn a record of its own, which ends with it",
     "the chat template refuses": "--chat-template-args sets the template's variables",
     "the chat template has no": "take it out, or give --target the template that wrote the texts",
@@ -72,6 +73,7 @@ def load_corpus(path: str | None = None, skip_bad_lines: bool = False) -> Corpus
         size = f"{_count(prompt_files, 'file')} of prompts, {_count(texts, 'conversation')}"
     else:
         size = f"{_count(text_files, 'file')} of text, {sum(map(len, texts.values())):,} characters"
+        size += "; --skip-bad-lines means nothing for text" if skip_bad_lines else ""
     print(f"corpus {path}: {size}{_listed('; left aside: ', others)}")
     return _split(texts, path)
 
@@ -81,12 +83,15 @@ def _files_by_kind(root: Path) -> tuple[list[Path], list[Path], list[str]]:
     if root.is_file():
         is_prompts = root.name.lower().endswith(PROMPT_SUFFIXES)
         return ([root], [], []) if is_prompts else ([], [root], [])
-    files = sorted(file for file in root.rglob("*") if file.is_file())
+    paths = sorted(root.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    links = [path for path in paths if path.is_symlink() and not path.is_file()]
     names = {file: file.relative_to(root) for file in files}
     visible = [f for f in files if not any(part.startswith(".") for part in names[f].parts)]
     prompts = [file for file in visible if holds_prompts(file)]
     taken = prompts or visible
-    others = [str(names[file]) for file in files if file not in taken]
+    others = [f"{link.relative_to(root)} (a link to no file)" for link in links]
+    others += [str(names[file]) for file in files if file not in taken]
     return prompts, [] if prompts else visible, others
 
 
@@ -149,25 +154,23 @@ class TooLong(ValueError):
 
 def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
     """Draw `count` prompts. From text: `length` tokens, BOS first, from the start of a random line.
-    From conversations: each up to its first user turn, unless that is longer than `length` tokens
-    or the chat template refuses it."""
+    From conversations: each up to its first user turn, if it has one, unless that is longer than
+    `length` tokens or the chat template refuses it."""
     generator = np.random.default_rng(seed)
     if isinstance(texts[0], str):
         return _prompts_from_text(texts, tokenizer, count, length, generator)
     prompts = []
     refusals = Counter()
-    for messages in map(first_turn, texts):
+    for messages in texts:
         try:
-            text = tokenizer.chat(messages)
-            tokenizer.check_shown(messages)
-            prompts.append(tokenizer.encode(text))
+            prompts.append(_prompt_ids(first_turn(messages), tokenizer))
         except ValueError as error:
             refusals[str(error)] += 1
-    if refusals:
-        print(f"prompts left out: {_reasons(refusals)}")
     if not prompts:
-        raise ValueError(f"no prompt is left: {_reasons(refusals)}")
-    fitting = [ids for ids in prompts if 0 < len(ids) <= length]
+        raise ValueError(f"no prompt is left: {_reasons(refusals, tokenizer)}")
+    if refusals:
+        print(f"prompts left out: {_reasons(refusals, tokenizer)}")
+    fitting = [ids for ids in prompts if len(ids) <= length]
     if len(fitting) < len(prompts):
         print(f"{len(prompts) - len(fitting)} prompts longer than {length} tokens left out")
     if not fitting:
@@ -177,11 +180,23 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
     return [fitting[i] for i in generator.permutation(len(fitting))[:count]]
 
 
-def _reasons(counts: Counter) -> str:
+def _prompt_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a conversation as a prompt. Raise a ValueError if the chat template loses
+    anything of it."""
+    ids = tokenizer.encode(tokenizer.chat(messages))
+    tokenizer.check_shown(messages)
+    if not ids:
+        raise ValueError("the chat template writes nothing")
+    return ids
+
+
+def _reasons(counts: Counter, tokenizer: Tokenizer) -> str:
     """The most frequent reasons with their counts, and what helps against the first."""
     [(first, _), *_] = counts.most_common()
     text = _listed("", [f"{number} x {reason}" for reason, number in counts.most_common()])
     hints = [hint for start, hint in HINTS.items() if first.startswith(start)]
+    if "enable_thinking" in "".join(hints) and not tokenizer.template_names("enable_thinking"):
+        return text
     return f"{text} ({hints[0]})" if hints else text
 
 
@@ -217,8 +232,8 @@ class References:
     def load(cls, path, made_with: dict | None = None) -> "References":
         """Read references that were made with `made_with`."""
         names = ("tokens", "lengths", "prompt_lengths")
+        _check_made_with(how_made(path), made_with or {}, path)
         with open_tensors(path) as file:
-            _check_made_with(file.metadata() or {}, made_with or {}, path)
             missing = set(names) - set(file.keys())
             if missing:
                 raise ValueError(f"{path} holds no references, it lacks {min(missing)}")
@@ -270,9 +285,9 @@ class References:
                 prompts.append(ids[:start])
                 responses.append(ids[start:end])
         if not prompts:
-            raise ValueError(f"nothing to supervise: {_reasons(left_out)}")
+            raise ValueError(f"nothing to supervise: {_reasons(left_out, tokenizer)}")
         if left_out:
-            print(f"left out: {_reasons(left_out)}")
+            print(f"left out: {_reasons(left_out, tokenizer)}")
         share = f"{num_supervised / num_tokens:.1%} of all {num_tokens:,}"
         turns = f"{len(prompts):,} assistant turns"
         print(f"{num_supervised:,} supervised tokens in {turns}, {share}")
@@ -288,12 +303,18 @@ def _why_unfit(start: int, end: int, length: int) -> str | None:
     return "the turn has fewer than two tokens" if end - start < 2 else None
 
 
-def _check_made_with(metadata: dict, made_with: dict, path) -> None:
-    """Check how references were made. Those of a server, with target None, fit any target."""
+def how_made(path) -> dict:
+    """How references were made, as their file records it."""
+    with open_tensors(path) as file:
+        metadata = file.metadata() or {}
     try:
-        recorded = dict(json.loads(metadata.get("made_with", "{}")))
+        return dict(json.loads(metadata.get("made_with", "{}")))
     except (ValueError, TypeError):
         raise ValueError(f"{path} does not say how it was made") from None
+
+
+def _check_made_with(recorded: dict, made_with: dict, path) -> None:
+    """Check how references were made. Those of a server, with target None, fit any target."""
     if "target" in recorded and recorded["target"] is None:
         made_with = made_with | {"target": None}
     check_same(recorded, made_with, path)

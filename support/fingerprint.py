@@ -1,14 +1,15 @@
 """What a run is made of, in a few characters, so that a change of it is noticed.
 
-Texts, prompts and references are hashed whole. Of weights, a few evenly spread rows of every tensor
-are: this takes less than a second for 8 billion of them, and a target whose layers are spread over
-processes gives the same. Weights in another dtype are told apart from other weights.
+Texts, prompts and references are hashed whole. Of a model its config is, and of every tensor a few
+evenly spread rows: this takes less than a second for 8 billion weights, and a target whose layers
+are spread over processes gives the same. Weights in another dtype are told from other weights.
 
     pytest tests/support/test_fingerprint.py
 """
 
 import hashlib
 import json
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ def fingerprints(values: list) -> str:
 
 
 def weights_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return hashes of a module's tensors by name and shape, exact and rounded to bfloat16, and its
-    dtype. If it is spread over processes, all call this together."""
+    """Return hashes of a module's config and its tensors by name and shape, exact and rounded to
+    bfloat16, and its dtype. If it is spread over processes, all call this together."""
     tensors = module.state_dict()
     first = next(module.parameters())
     is_spread = any(map(_is_spread, tensors.values()))
@@ -62,11 +63,12 @@ def weights_fingerprint(module: nn.Module) -> dict[str, str]:
     if is_spread:
         bits = distributed.all_reduce_sum(bits)
     bits = bits.cpu()
-    shapes = [[name, *tensor.shape] for name, tensor in tensors.items()]
+    shape = [[name, *tensor.shape] for name, tensor in tensors.items()]
+    shape.append(asdict(module.config) if hasattr(module, "config") else {})
     rounded = bits.view(torch.float32).bfloat16().view(torch.int16)
     return {
-        "weights": fingerprint([shapes, bits]),
-        "rounded": fingerprint([shapes, rounded]),
+        "weights": fingerprint([shape, bits]),
+        "rounded": fingerprint([shape, rounded]),
         "dtype": str(first.dtype).removeprefix("torch."),
     }
 
@@ -127,5 +129,5 @@ def difference(name: str, recorded, value) -> str:
     if is_hash and value.startswith(SERIES) and recorded[:shared] == value[:shared]:
         return ""
     if is_weights:
-        return f"was made with other weights of {name}"
+        return f"was made with other weights or another config of {name}"
     return f"was made before {name} changed"

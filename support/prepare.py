@@ -18,10 +18,9 @@ from drafter import PLAIN, Drafter
 from hf import load_tokenizer
 from hf.chat import PROMPT_SUFFIXES, read_prompts
 from hf.drafters import ARCHITECTURES
-from hf.files import open_tensors
 from serve import generate
 from support.cpu import for_cpu
-from support.data import Corpus, References, draw_prompts, load_corpus, pack
+from support.data import Corpus, References, draw_prompts, how_made, load_corpus, pack
 from support.distributed import load_sharded_target
 from support.fingerprint import difference, fingerprint, is_another_dtype, weights_fingerprint
 from support.flags import dtype_of, option_name
@@ -91,22 +90,34 @@ def provenance(config, target: dict | None, tokenizer, texts: list, prompts: lis
     where nobody saw them; texts: what the prompts are from."""
     keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
     made_with = {key: getattr(config, key) for key in keys} | {"target": target}
-    made_with["the tokenizer"] = fingerprint([tokenizer.tokenizer_hash])
-    made_with["stop ids"] = [*tokenizer.stop_ids]
-    if not isinstance(texts[0], str):  # conversations: prompts are rendered
-        made_with["the chat template"] = fingerprint([tokenizer.template_hash])
-        made_with["--chat-template-args"] = tokenizer.template_args
-    return made_with | {"the prompts": fingerprint(prompts)}
+    made_with["temperature"] = getattr(config, "temperature", 1.0)  # train.py has no such flag
+    is_chat = not isinstance(texts[0], str)
+    made_with |= _tokenizer_facts(tokenizer, is_chat)
+    name = "the prompts"
+    if is_chat and tokenizer.template_names("strftime_now"):
+        name += ", into which the chat template writes the time,"
+    return made_with | {name: fingerprint(prompts)}
 
 
-def load_given(path: str, target: Target) -> References:
-    """Read the references of --references. They must be this target's own, in whatever dtype."""
+def _tokenizer_facts(tokenizer, is_chat: bool) -> dict:
+    """What turns texts, and chats if there are any, into ids."""
+    facts = {"the tokenizer": fingerprint([tokenizer.tokenizer_hash])}
+    facts["stop ids"] = [*tokenizer.stop_ids]
+    if is_chat:
+        facts["the chat template"] = fingerprint([tokenizer.template_hash])
+        facts["--chat-template-args"] = tokenizer.template_args
+    return facts
+
+
+def load_given(path: str, target: Target, tokenizer) -> References:
+    """Read the references of --references. They must be this target's own, in whatever dtype, and
+    made with its tokenizer and chat template."""
     references = References.load(path)
-    with open_tensors(path) as file:
-        made_with = dict(json.loads((file.metadata() or {}).get("made_with", "{}")))
+    made_with = how_made(path)
     recorded = made_with.get("target", "nothing")
     weights = weights_fingerprint(target)
-    if type(recorded) is int:
+    is_old = recorded is None and "the tokenizer" not in made_with
+    if type(recorded) is int or is_old:
         print(f"{path} is of an earlier version: whether this target wrote it cannot be checked")
     elif is_another_dtype(recorded, weights):
         print(f"{path} was written by the same weights in {recorded['dtype']}")
@@ -114,7 +125,32 @@ def load_given(path: str, target: Target) -> References:
         change = difference("the target", recorded, weights)
         if change:
             raise ValueError(f"{path} {change}: --references must be what --target itself wrote")
+    for name, value in _tokenizer_facts(tokenizer, True).items():
+        change = difference(name, made_with[name], value) if name in made_with else ""
+        if change and name == "--chat-template-args":
+            raise ValueError(f"{path} {change}: give {name} '{json.dumps(made_with[name])}'")
+        if change:
+            raise ValueError(f"{path} {change}: --target must be as it was when they were written")
     return references
+
+
+def _gives_chats(path: str) -> bool:
+    """Whether --references are chats or were made of chats; empty: there are none. Raise a
+    ValueError for a file that cannot hold references."""
+    if not path or path.lower().endswith(PROMPT_SUFFIXES):
+        return bool(path)
+    if not path.endswith(".safetensors"):
+        accepted = (
+            f"what `lab references` wrote (.safetensors), chats ({' '.join(PROMPT_SUFFIXES)})"
+        )
+        raise ValueError(f"--references {path}: accepted are {accepted}")
+    return "the chat template" in how_made(path)
+
+
+def check_template_args(config, texts: list) -> None:
+    """Raise a ValueError if --chat-template-args is given and the corpus is running text."""
+    if config.chat_template_args and isinstance(texts[0], str):
+        raise ValueError("there are no chats here: --chat-template-args means nothing for text")
 
 
 def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
@@ -124,7 +160,7 @@ def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> Ref
         length = config.prompt_length + config.response_length
         return References.from_conversations(conversations, tokenizer, length)
     if config.references:
-        return load_given(config.references, target)
+        return load_given(config.references, target, tokenizer)
     size = (config.num_references, config.prompt_length)
     prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     weights = weights_fingerprint(target)
@@ -142,7 +178,10 @@ def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> Ref
 
 def prepare(config, out: Path):
     """Target, tokenizer, held-out prompts (a `Measure`) and references of a run."""
+    gives_chats = _gives_chats(config.references)
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
+    if not gives_chats:
+        check_template_args(config, corpus.train)
     folder = Path(config.target or out / "target")
     if not config.target:
         keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
@@ -206,7 +245,7 @@ def start_drafter(config, target: Target, tokenizer) -> Drafter:
     else:
         mask_token_id = None if config.mask_token_id < 0 else config.mask_token_id
         drafter = fresh_drafter(config, target, mask_token_id).to(config.device)
-    drafter.config.check(target, tokenizer)
+    drafter.config.check(target, tokenizer, config.drafter or "the fresh drafter")
     if tokenizer:
         drafter.config = replace(drafter.config, trained_with=tokenizer.template_facts)
     return drafter

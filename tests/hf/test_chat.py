@@ -19,6 +19,10 @@ MIRROR = (
     "{{ message | tojson }}{{ message.tool_calls }}{{ message.thinking }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def tokenizer_with(folder, template: str, template_args: str = ""):
@@ -68,6 +72,8 @@ def test_prompts_of_the_four_shapes_are_read_alike(tmp_path):
         ('{"prompt": null}', "turns, prompt"),
         ('{"messages": [{"content": "a"}]}', "lacks 'role'"),
         ('{"messages": ["a"]}', "no JSON object"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
+        ('{"messages": [{"role": "user", "content": "a", "role": "tool"}]}', "key 'role' is given"),
     ],
 )
 def test_a_bad_line_is_reported_with_file_line_and_reason(tmp_path, capsys, line, reason):
@@ -86,7 +92,7 @@ def test_separators_of_lines_inside_a_string_do_not_cut_it(tmp_path):
     assert read_prompts(path) == [[{"role": "user", "content": "a\u2028b\u0085c"}]]
 
 
-@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "P.JSONL"])
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "P.JSONL", "p.ndjson"])
 def test_the_same_records_are_read_from_each_form_of_file(tmp_path, name):
     records = [{"prompt": "é"}, {"messages": [USER, ANSWER], "tools": TOOLS}]
     conversations = read_prompts(write_records(tmp_path / name, records))
@@ -163,6 +169,25 @@ def test_a_line_that_is_not_utf8_is_a_bad_line(tmp_path):
         ({"messages": [USER], "tools": {"name": "f"}}, "tools is no list"),
         ({"messages": [USER], "tools": ["f"]}, "tools is no list"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "Expecting"),
+        ({"messages": [USER], "functions": [{"name": "f"}]}, "functions is not read: .* as tools"),
+        ({"prompt": "a", "system_prompt": "s"}, "system_prompt is not read: call it system"),
+        (
+            {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs is not read: --chat-template-args",
+        ),
+        ({"messages": [USER | {"from": "gpt"}]}, "from and role of a message say different"),
+        ({"messages": [USER | {"value": "x"}]}, "value and content of a message say different"),
+        (
+            {"messages": [USER, ANSWER | {"reasoning_content": "x", "thinking": "y"}]},
+            "reasoning_content and thinking of a message say different things",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"thinking": "y", "reasoning": ""}]},
+            "thinking and reasoning of a message say different things",
+        ),
+        ({"messages": [USER, ANSWER | {"reasoning": ["x"]}]}, "reasoning .* is no text"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight 0.5: a turn has 1, or 0"),
+        ({"messages": [USER, ANSWER | {"weight": "0"}]}, "weight '0'"),
     ],
 )
 def test_a_record_that_cannot_mean_one_conversation_is_an_error(tmp_path, record, reason):
@@ -191,6 +216,11 @@ def test_a_record_that_cannot_mean_one_conversation_is_an_error(tmp_path, record
         (
             {"messages": [USER, ANSWER | {"reasoning_content": "why", "name": "n"}]},
             [USER, ANSWER | {"reasoning_content": "why", "name": "n"}],
+        ),
+        ({"messages": [USER | {"from": "human", "value": "a"}], "functions": []}, [USER]),
+        (
+            {"messages": [USER, ANSWER | {"thinking": "y", "reasoning": "y", "weight": 1}]},
+            [USER, ANSWER | {"thinking": "y", "reasoning": "y", "weight": 1}],
         ),
         (
             {"messages": [{"role": "tool", "tool_call_id": "i", "name": "f", "content": ""}]},
@@ -226,6 +256,8 @@ def test_a_prompt_is_the_system_text_and_the_first_turn_with_its_tools():
     assert first_turn(messages[1:]) == messages[1:2]
     assert first_turn(messages).tools is None
     assert first_turn(Conversation(messages, TOOLS)).tools == TOOLS
+    with pytest.raises(ValueError, match="no turn of the user"):
+        first_turn([messages[0], messages[2]])
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -343,11 +375,11 @@ def test_each_assistant_turn_becomes_a_reference(tmp_path, capsys):
 GENERATION = {  # what stands between the user's turn and the assistant's, and around the latter
     "end token inside": "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
     "end token outside": "{%- generation -%} {{ m.content }} {%- endgeneration -%}<|im_end|>",
-    "block inside a word": "ab{% generation %}c{{ m.content }}d{% endgeneration %}e",
+    "block inside a word": "ab{% generation %}{{ m.content }}d{% endgeneration %}e",
     "space before the block": "x {% generation %}{{ m.content }}{% endgeneration %}",
     "variables of the loop": (
-        "{% set r = loop.index %}{% generation %}{{ r }}{% set r = 7 %}{% if loop.last %}last"
-        "{% endif %}{{ m.content }}{% endgeneration %}{{ r }}"
+        "{% set r = loop.index %}{% generation %}{{ m.content }}{{ r }}{% set r = 7 %}"
+        "{% if loop.index == 2 %}second{% endif %}{% endgeneration %}{{ r }}"
     ),
 }
 GENERATION_CHATS = [
@@ -387,6 +419,161 @@ def test_generation_blocks_that_hold_nothing_or_forged_marks_are_errors(tmp_path
         tokenizer.supervised([USER | {"content": "a\ufdd0b"}])
 
 
+def supervised_of(tokenizer, messages: list[dict]) -> tuple[list[str], list[str]]:
+    """-> the supervised texts, and the reasons for turns that are not."""
+    ids, mask, reasons = tokenizer.turns(messages)
+    spans = "".join(tokenizer.decode([i]) if m else "\0" for i, m in zip(ids, mask)).split("\0")
+    return [span for span in spans if span], reasons
+
+
+def tagged(answer: str) -> str:
+    """A template that writes so what the assistant says."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
+THOUGHT = "{% if loop.last %}<think>{{ m.thinking }}</think>{% endif %}"
+FOUR = [USER, ANSWER | {"thinking": "hm"}, USER, {"role": "assistant", "content": "c"}]
+TAGGED = {  # template, supervised texts of FOUR, and the reasons for the other turns
+    "each turn": (tagged(BLOCK + "{# {{ m.thinking }} #}{{ m.thinking and '' }}"), ["b", "c"], []),
+    "written differently later": (
+        tagged("{% generation %}" + THOUGHT + "{{ m.content }}{% endgeneration %}"),
+        [],
+        ["writes the turn differently", "text of its own in front"],
+    ),
+    "the last turn alone has a block": (
+        tagged("{% if loop.last %}" + BLOCK + "{% else %}{{ m.thinking }}{% endif %}"),
+        ["c"],
+        ["writes the turn differently"],
+    ),
+    "another turn has the block": (
+        tagged("{{ m.content }}{{ m.thinking }}").replace(
+            "{{ m.content }}{% endif", BLOCK + "{% endif"
+        ),
+        [],
+        ["nothing in the turn that is the assistant's"] * 2,
+    ),
+    "all turns have one": (
+        tagged(BLOCK + "{{ m.thinking }}").replace("{{ m.content }}{% endif", BLOCK + "{% endif"),
+        ["b", "c"],
+        [],
+    ),
+    "a turn has two": (
+        tagged(BLOCK + "|{% generation %}{{ m.content }}{{ m.thinking }}!{% endgeneration %}"),
+        ["b", "bhm!", "c", "c!"],
+        [],
+    ),
+    "the header is in the block": (
+        "{% for m in messages %}{% generation %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ m.thinking }}<|im_end|>{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ["bhm<|im_end|>", "c<|im_end|>"],
+        [],
+    ),
+    "the tag is in a comment": (
+        tagged("{# {% generation %} #}{{ m.content }}{{ m.thinking }}"),
+        ["bhm<|im_end|>\n", "c<|im_end|>\n"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TAGGED)
+def test_generation_blocks_are_supervised_in_turns_that_stay_as_they_are(tmp_path, case):
+    template, texts, words = TAGGED[case]
+    supervised, reasons = supervised_of(tokenizer_with(tmp_path, template), FOUR)
+    assert supervised == texts and len(reasons) == len(words)
+    assert all(word in reason for word, reason in zip(words, reasons))
+
+
+def test_a_turn_of_weight_0_is_not_supervised(tmp_path):
+    chat = [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"content": "c", "weight": 1}]
+    for template in (PLAIN, tagged(BLOCK)):
+        supervised, reasons = supervised_of(tokenizer_with(tmp_path, template), chat)
+        assert "".join(supervised).startswith("c") and reasons == ["the turn has weight 0"]
+
+
+THINKS = (
+    tagged(  # as Qwen3's: it writes a frame of reasoning even where there is none
+        "<think>\n{{ m.thinking }}\n</think>\n\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+    )
+    + "{% if add_generation_prompt and quiet %}<think>\n\n</think>\n\n{% endif %}"
+)
+CALLS = ANSWER | {"content": "", "tool_calls": [CALL]}
+FRAMES = {  # template, its arguments, the answer; the supervised text, None: it is left out
+    "no reasoning": (THINKS, "", ANSWER, None),
+    "no reasoning, in a block": (
+        THINKS.replace("<think>", "{% generation %}<think>", 1).replace(
+            "{{ m.content }}", "{{ m.content }}{% endgeneration %}", 1
+        ),
+        "",
+        ANSWER,
+        None,
+    ),
+    "a reasoning": (THINKS, "", ANSWER | {"thinking": "hm"}, "<think>\nhm\n</think>\n\nb"),
+    "no reasoning in front of a call": (THINKS, "", CALLS, None),
+    "a reasoning in front of a call": (
+        THINKS,
+        "",
+        CALLS | {"reasoning": "hm"},
+        "<think>\nhm\n</think>\n\n<call>f</call>",
+    ),
+    "the frame is in the prompt": (THINKS, '{"quiet": true}', ANSWER, "b"),
+    "the frame in front of a call is in the prompt": (
+        THINKS,
+        '{"quiet": true}',
+        CALLS,
+        "<call>f</call>",
+    ),
+    "a call in its frame": (
+        tagged("{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% endif %}"),
+        "",
+        CALLS,
+        "<call>f",
+    ),
+    "a word": (tagged("Answer: {{ m.content }}"), "", ANSWER, None),
+    "spaces": (tagged(" \n{{ m.content | trim }}"), "", ANSWER | {"content": " b "}, " \nb"),
+    "a reasoning within the text": (
+        THINKS.replace("<think>\n{{ m.thinking }}\n</think>\n\n", "", 1),
+        "",
+        ANSWER | {"content": "<think>hm</think>b"},
+        "<think>hm</think>b",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FRAMES)
+def test_a_turn_that_begins_with_text_of_the_template_is_left_out(tmp_path, case):
+    template, args, answer, text = FRAMES[case]
+    supervised, reasons = supervised_of(tokenizer_with(tmp_path, template, args), [USER, answer])
+    if text is None:
+        assert not supervised
+        assert reasons == ["the chat template writes text of its own in front of the answer"]
+    else:
+        assert supervised == [text + "<|im_end|>\n"] and not reasons
+
+
+@pytest.mark.parametrize(
+    "name, hint", [("enable_thinking", r" \(--chat-template-args '.*false}'\)"), ("quiet", "")]
+)
+def test_text_in_front_of_an_answer_comes_with_the_variable_that_helps(tmp_path, name, hint):
+    tokenizer = tokenizer_with(tmp_path, THINKS.replace("quiet", name))
+    with pytest.raises(ValueError, match=f"2 x .* in front of the answer{hint}$"):
+        References.from_conversations([[USER, ANSWER]] * 2, tokenizer, 500)
+
+
+def test_an_empty_template_is_an_error(tmp_path):
+    for text in ("", " \n"):
+        with pytest.raises(ValueError, match="the chat template default is empty: fill or remove"):
+            tokenizer_with(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -396,8 +583,11 @@ def test_generation_blocks_that_hold_nothing_or_forged_marks_are_errors(tmp_path
         ('{"messages": []}', "messages comes from the prompts"),
         ('{"add_generation_prompt": true}', "cannot be set"),
         ('{"tools": []}', "tools comes from the prompts"),
-        ('{"enable_thinkin": false}', "no variable enable_thinkin; did you mean enable_thinking"),
-        ('{"tokenize": false}', r"its variables are \['enable_thinking', 'style'\]"),
+        (
+            '{"enable_thinkin": false}',
+            "no variable enable_thinkin; did you mean enable_thinking\\?$",
+        ),
+        ('{"tokenize": false}', "its variables are enable_thinking, style$"),
         ('{"message": 1}', "no variable message"),
     ],
 )
@@ -405,6 +595,18 @@ def test_template_args_that_would_be_passed_over_are_an_error(tmp_path, text, re
     template = MIRROR + "{{ enable_thinking }}{% set style = style | default('x') %}"
     with pytest.raises(ValueError, match=reason):
         tokenizer_with(tmp_path, template, text)
+
+
+def test_template_args_may_be_variables_of_the_template_for_tools_alone(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ lang }}{{ tools }}")
+    tokenizer = tokenizer_with(tmp_path, PLAIN, '{"lang": "fr"}')
+    assert tokenizer.chat(Conversation([USER], TOOLS)).startswith("fr")
+    with pytest.raises(ValueError, match="no variable style; its variables are lang$"):
+        load_tokenizer(tmp_path, '{"style": "x"}')
+    (tmp_path / "additional_chat_templates/tool_use.jinja").unlink()
+    with pytest.raises(ValueError, match="no variable style; it has no variables$"):
+        load_tokenizer(tmp_path, '{"style": "x"}')
 
 
 def test_template_args_without_a_template_or_with_a_broken_one_are_an_error(tmp_path):
@@ -417,7 +619,7 @@ def test_template_args_without_a_template_or_with_a_broken_one_are_an_error(tmp_
 
 
 def test_template_args_are_seen_at_each_render_and_options_win(tmp_path):
-    template = "{% if style is defined %}{{ style }}{% endif %}" + MIRROR
+    template = "{% if style is defined %}{{ style }}{% endif %}" + PLAIN
     tokenizer = tokenizer_with(tmp_path, template, '{"style": "terse"}')
     assert tokenizer.template_args == {"style": "terse"}
     assert tokenizer.chat([USER]).startswith("terse")
@@ -452,7 +654,7 @@ def test_the_assistants_turn_is_supervised_with_its_reasoning_and_calls(tmp_path
 
 
 LEFT_OUT = {  # template, conversation, limit of tokens; the reason and what helps
-    "too long": (MIRROR, [USER, ANSWER], 5, "the turn ends beyond 5 tokens", "--response-length"),
+    "too long": (PLAIN, [USER, ANSWER], 5, "the turn ends beyond 5 tokens", "--response-length"),
     "no answer": (MIRROR, [USER], 500, "no assistant turn", "lab references"),
     "an answer first": (MIRROR, [ANSWER, USER], 500, "nothing stands before", ""),
     "template refuses": (
@@ -470,12 +672,27 @@ LEFT_OUT = {  # template, conversation, limit of tokens; the reason and what hel
         "the chat template writes the turn differently",
         "a record of its own",
     ),
+    "template broken": (
+        "{% for m in messages %}",
+        [USER, ANSWER],
+        500,
+        "the chat template is broken: Unexpected end",
+        "",
+    ),
+    "weight 0": (PLAIN, [USER, ANSWER | {"weight": 0}], 500, "the turn has weight 0", ""),
+    "nothing of the answer": (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        [USER, ANSWER],
+        500,
+        "nothing in the turn that is the assistant's",
+        "",
+    ),
     "another header": (
         MIRROR.replace("assistant\n", "assistant\n<think>"),
         [USER, ANSWER],
         500,
         "does not begin as the chat template prompts",
-        "enable_thinking",
+        "--chat-template-args",
     ),
     "one token": (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -516,10 +733,11 @@ def test_what_is_left_out_is_counted_by_reason_with_what_helps(tmp_path, case):
         References.from_conversations([chat, chat], tokenizer, length)
     assert reason in str(error.value) and hint in str(error.value)
     assert "\n" not in str(error.value)
+    assert bool(hint) == str(error.value).endswith(")")
 
 
 def test_the_share_of_supervised_tokens_is_said(tmp_path, capsys):
-    tokenizer = tokenizer_with(tmp_path, MIRROR)
+    tokenizer = tokenizer_with(tmp_path, PLAIN)
     chats = [[USER, ANSWER], [USER], [USER], [ANSWER, USER]]
     references = References.from_conversations(chats, tokenizer, 500)
     response = int((references.lengths - references.prompt_lengths).sum())

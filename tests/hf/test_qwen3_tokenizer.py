@@ -115,7 +115,8 @@ def test_what_is_supervised_is_what_transformers_renders_after_the_prompt(ours, 
                     (messages[: end + 1], {}),
                 )
             )
-            expected += [after[len(before) :]] * whole.startswith(after)
+            is_framed = after[len(before) :].startswith("<think>\n\n</think>")
+            expected += [after[len(before) :]] * (whole.startswith(after) and not is_framed)
     spans = "".join(ours.decode([i]) if m else "\0" for i, m in zip(ids, mask)).split("\0")
     assert [span for span in spans if span] == expected
     assert len(expected) + len(reasons) == sum(m["role"] == "assistant" for m in messages)
@@ -130,6 +131,20 @@ def test_reasoning_and_tool_calls_are_in_the_references(ours, capsys):
     assert responses[1].startswith('<think>\nWeather: call it.\n</think>\n\n<tool_call>\n{"name"')
     assert len(responses) == 3
     assert "1 x the chat template writes the turn differently" in capsys.readouterr().out
+
+
+PLAIN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello my friend"}]
+CALLING = [PLAIN[0], TOOL_CHAT[1] | {"reasoning_content": None}]
+
+
+@pytest.mark.parametrize("chat", [PLAIN, CALLING, Conversation(CALLING, TOOLS)])
+def test_an_empty_frame_of_reasoning_is_not_supervised(ours, chat):
+    with pytest.raises(ValueError, match="in front of the answer .*enable_thinking.: false"):
+        References.from_conversations([chat], ours, 500)
+    quiet = load_tokenizer(FOLDER, '{"enable_thinking": false}')
+    ids, mask = quiet.supervised(chat)
+    text = quiet.decode([i for i, is_supervised in zip(ids, mask) if is_supervised])
+    assert text.startswith(chat[1]["content"] or "<tool_call>") and text.endswith("<|im_end|>\n")
 
 
 def test_content_null_is_the_empty_text_which_the_template_takes(ours, theirs, tmp_path):
@@ -147,7 +162,7 @@ def test_the_flag_switches_thinking_off(theirs):
     quiet = load_tokenizer(FOLDER, '{"enable_thinking": false}')
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
     assert quiet.chat(CHATS[0]) == theirs.apply_chat_template(CHATS[0], **options)
-    with pytest.raises(ValueError, match="enable_thinkin; did you mean enable_thinking"):
+    with pytest.raises(ValueError, match="enable_thinkin; did you mean enable_thinking\\?"):
         read_template_args('{"enable_thinkin": false}', theirs.chat_template)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -138,7 +139,11 @@ EDITS = {
     ),
     "a norm of the target": (
         lambda root: rewrite(add_to_norm)(root / "target"),
-        "other weights of target",
+        "other weights or another config of target",
+    ),
+    "an epsilon of the target": (
+        lambda root: reconfigure(rms_norm_eps=0.1)(root / "target"),
+        "other weights or another config of target",
     ),
     "the target's dtype": (
         lambda root: reconfigure(dtype="bfloat16")(root / "target"),
@@ -183,6 +188,49 @@ def test_other_template_arguments_are_other_prompts(chats):
     other = dataclasses.replace(chats, chat_template_args='{"style": "brief"}')
     with pytest.raises(ValueError, match="--chat-template-args = {}, this run has {'style'"):
         references.run(other)
+
+
+def test_a_template_that_writes_the_time_is_named_where_a_run_cannot_go_on(chats, tmp_path):
+    path = tmp_path / "target/chat_template.jinja"
+    path.write_text("{% set now = strftime_now('%f') if loud is defined else '' %}" + TEMPLATE)
+    references.run(chats)
+    references.run(chats)  # it does not write it into these
+    path.write_text("{{ strftime_now('%M%S%f') }}" + TEMPLATE)
+    timed = dataclasses.replace(chats, out=str(tmp_path / "timed"), prompt_length=40)
+    references.run(timed)
+    words = "before the prompts, into which the chat template writes the time, changed: choose"
+    with pytest.raises(ValueError, match=words):
+        references.run(timed)
+
+
+def test_references_of_another_temperature_are_not_taken_for_a_trainings_own(folders, tmp_path):
+    references.run(config_for(folders, tmp_path, temperature=0.1))
+    made = tmp_path / "r/references.safetensors"
+    made.rename(tmp_path / "whole.safetensors")
+    with pytest.raises(ValueError, match="was made with temperature = 0.1, this run has 1.0"):
+        written_at_once(folders, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--api-model", "m"), "--api-model means nothing here: it needs --api"),
+        (("--api-requests", 3), "--api-requests means nothing here: it needs --api"),
+        (("--api", "http://x/v1", "--device", "cpu"), "--device means nothing .*needs no --api"),
+        (("--api", "http://x/v1", "--dtype", "bfloat16"), "--dtype means nothing .* no --api"),
+        (("--skip-bad-lines",), "--skip-bad-lines means nothing here: it needs --corpus"),
+    ],
+)
+def test_flags_that_mean_nothing_are_errors(lab, folders, tmp_path, flags, words):
+    shared = ("--target", folders / "target", "--out", tmp_path / "r")
+    code, _, error = lab("references", *shared, *flags)
+    assert code == 2 and re.search(words, error) and len(error.strip().splitlines()) == 1
+
+
+def test_template_arguments_for_running_text_are_an_error(chats):
+    config = dataclasses.replace(chats, corpus="", chat_template_args='{"style": "brief"}')
+    with pytest.raises(ValueError, match="no chats here: --chat-template-args means nothing"):
+        references.run(config)
 
 
 def test_a_template_that_no_prompt_uses_may_change(folders, tmp_path):

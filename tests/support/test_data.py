@@ -60,6 +60,7 @@ def test_a_folder_with_prompts_gives_prompts_and_says_what_is_left_aside(tmp_pat
     write_prompts(tmp_path / "train" / "p.jsonl", 30, "a")
     write_prompts(tmp_path / "test" / "p.jsonl", 20, "b")
     write_prompts(tmp_path / "more.jsonl.gz", 10, "c")
+    write_prompts(tmp_path / "lines.ndjson", 3, "e")
     (tmp_path / "array.json").write_text(json.dumps([{"prompt": "d 0"}]))
     write_prompts(tmp_path / ".cache" / "old.jsonl", 5, "hidden")
     (tmp_path / "README.md").write_text("# Prompts\n")
@@ -67,11 +68,13 @@ def test_a_folder_with_prompts_gives_prompts_and_says_what_is_left_aside(tmp_pat
     (tmp_path / "data.parquet").write_bytes(b"PAR1\0")
     corpus = load_corpus(str(tmp_path))
     expected = {
-        f"{word} {i}" for word, n in (("a", 30), ("b", 20), ("c", 10), ("d", 1)) for i in range(n)
+        f"{word} {i}"
+        for word, n in (("a", 30), ("b", 20), ("c", 10), ("d", 1), ("e", 3))
+        for i in range(n)
     }
     assert texts_of(corpus) == expected
     printed = capsys.readouterr().out
-    assert f"corpus {tmp_path}: 4 files of prompts, 61 conversations; left aside: " in printed
+    assert f"corpus {tmp_path}: 5 files of prompts, 64 conversations; left aside: " in printed
     for name in (".cache/old.jsonl", "README.md", "data.parquet", "dataset_info.json"):
         assert name in printed
     assert printed.count("\n") == 1
@@ -92,6 +95,28 @@ def test_a_folder_of_text_says_what_was_taken(tmp_path, capsys, names, line):
         (tmp_path / name).write_text("12345678\nabcdefghijklmnopqrst\n0123456789")
     load_corpus(str(tmp_path))
     assert capsys.readouterr().out.endswith(line)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "a.txt"])
+def test_links_that_are_not_followed_are_named(tmp_path, capsys, name):
+    write_prompts(tmp_path / "elsewhere" / name, 30)
+    write_prompts(tmp_path / "corpus" / name, 20)
+    (tmp_path / "corpus/folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/gone.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "corpus/file.jsonl").symlink_to(tmp_path / "elsewhere" / name)
+    load_corpus(str(tmp_path / "corpus"))
+    printed = capsys.readouterr().out
+    assert "left aside: folder (a link to no file), gone.jsonl (a link to no file)" in printed
+    assert ("50 conversations" in printed) == (name == "p.jsonl")  # the third link is followed
+
+
+def test_a_flag_for_lines_of_prompts_is_named_where_the_corpus_is_text(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("line\n" * 40)
+    write_prompts(tmp_path / "p.jsonl", 30)
+    for name, words in (("a.txt", "; --skip-bad-lines means nothing for text\n"), ("p.jsonl", "")):
+        load_corpus(str(tmp_path / name), skip_bad_lines=True)
+        printed = capsys.readouterr().out
+        assert printed.endswith(words) and ("--skip-bad-lines" in printed) == bool(words)
 
 
 def test_the_default_corpus_is_taken_without_a_word(capsys):
@@ -189,6 +214,18 @@ def test_prompts_that_the_template_refuses_are_left_out_by_reason(tokenizer, tmp
     for texts, reason in (([x], "no x"), ([with_tools], "no place for tools")):
         with pytest.raises(ValueError, match=f"no prompt is left: 1 x .*{reason}"):
             draw_prompts(texts, tokenizer, 5, 16, 0)
+        assert capsys.readouterr().out == ""  # the error says it all
+
+
+def test_conversations_that_give_no_prompt_are_left_out_by_reason(tokenizer, tmp_path, capsys):
+    turns = {role: {"role": role, "content": role} for role in ("system", "user", "assistant")}
+    chats = [[turns["assistant"]] * 2, [turns["system"], turns["assistant"]], [turns["user"]]]
+    assert draw_prompts(chats, tokenizer, 5, 16, 0) == [[*b"user"]]
+    assert capsys.readouterr().out.startswith("prompts left out: 2 x no turn of the user")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{# nothing #}")
+    silent = load_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="2 x no turn of the user.*1 x .* template writes nothing"):
+        draw_prompts(chats, silent, 5, 16, 0)
 
 
 def test_raw_text_begins_with_the_bos_of_the_post_processor(tokenizer, tmp_path):

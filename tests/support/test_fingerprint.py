@@ -1,5 +1,7 @@
 """A change of weights, texts or prompts is noticed, and named for what it is."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,9 @@ from support.fingerprint import (
     weights_fingerprint,
 )
 from target import Target
+
+SAYS_OTHER = "was made with other weights or another config of the target"
+CONFIGS = {"rms_norm_eps": 0.1, "rope_theta": 77.0, "tie_word_embeddings": True}
 
 
 def add_one(name: str, *index):
@@ -52,7 +57,20 @@ def test_other_weights_have_another_fingerprint(name):
     after = weights_fingerprint(target)
     assert after["weights"] != before["weights"] and after["rounded"] != before["rounded"]
     assert not is_another_dtype(before, after)
-    assert difference("the target", before, after) == "was made with other weights of the target"
+    assert difference("the target", before, after) == SAYS_OTHER
+
+
+def test_another_config_of_the_same_weights_is_noticed_in_every_dtype():
+    before, half = (
+        weights_fingerprint(small_target()),
+        weights_fingerprint(small_target().bfloat16()),
+    )
+    for field, value in CONFIGS.items():
+        changed = small_target()
+        changed.config = dataclasses.replace(changed.config, **{field: value})
+        after = weights_fingerprint(changed)
+        assert difference("the target", before, after) == SAYS_OTHER
+        assert difference("the target", half, after) == SAYS_OTHER
 
 
 def named(target: Target, ending: str) -> torch.Tensor:

@@ -14,7 +14,15 @@ from small_runs import CONFIG, target_and_references
 from support import prepare as preparing
 from support.data import References
 from support.fingerprint import weights_fingerprint
-from support.prepare import Trunks, batch_rows, fresh_drafter, get_references, load_given, prepare
+from support.prepare import (
+    Trunks,
+    batch_rows,
+    fresh_drafter,
+    get_references,
+    load_given,
+    prepare,
+    provenance,
+)
 from target import Target
 from train import TrainConfig
 
@@ -111,6 +119,28 @@ def with_other_norm(target: Target) -> Target:
     return target
 
 
+def with_other_eps(target: Target) -> Target:
+    target.config = dataclasses.replace(target.config, rms_norm_eps=0.1)
+    return target
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ style or '' }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(folders):
+    """A tokenizer with a chat template that has a variable."""
+    made = load_tokenizer(folders / "target")
+    return dataclasses.replace(made, template=TEMPLATE, template_args={"style": "brief"})
+
+
+def recorded_of(tokenizer) -> dict:
+    """What a file of references that were made of chats says of the tokenizer."""
+    config = TrainConfig()
+    made_with = provenance(config, None, tokenizer, [[{"role": "user", "content": "a"}]], [])
+    return {name: made_with[name] for name in made_with.keys() - {"target"}}
+
+
 @pytest.mark.parametrize(
     "change, line",
     [
@@ -118,19 +148,23 @@ def with_other_norm(target: Target) -> Target:
         (lambda target: target.bfloat16(), "was written by the same weights in bfloat16"),
     ],
 )
-def test_given_references_may_be_of_the_same_weights_in_any_dtype(tmp_path, capsys, change, line):
+def test_given_references_may_be_of_the_same_weights_in_any_dtype(
+    tmp_path, capsys, tokenizer, change, line
+):
     path = given(tmp_path, {"target": weights_fingerprint(change(small_target()))})
-    assert load_given(path, small_target()).lengths.tolist() == [5]
+    assert load_given(path, small_target(), tokenizer).lengths.tolist() == [5]
     assert capsys.readouterr().out == (f"{path} {line}\n" if line else "")
 
 
-def test_given_references_of_a_server_or_an_earlier_version_are_taken(tmp_path, capsys):
-    assert load_given(given(tmp_path, {"target": None}), small_target()).lengths.tolist() == [5]
+def test_given_references_of_a_server_or_an_earlier_version_are_taken(tmp_path, capsys, tokenizer):
+    path = given(tmp_path, {"target": None} | recorded_of(tokenizer))
+    assert load_given(path, small_target(), tokenizer).lengths.tolist() == [5]
     assert not capsys.readouterr().out
-    path = given(tmp_path, {"target": 123456})
-    assert load_given(path, small_target()).lengths.tolist() == [5]
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(path) and "cannot be checked" in line
+    for target in (123456, None):
+        path = given(tmp_path, {"target": target})
+        assert load_given(path, small_target(), tokenizer).lengths.tolist() == [5]
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(path) and "cannot be checked" in line
 
 
 @pytest.mark.parametrize(
@@ -141,20 +175,90 @@ def test_given_references_of_a_server_or_an_earlier_version_are_taken(tmp_path, 
             "other weights",
         ),
         (lambda: {"target": weights_fingerprint(with_other_norm(small_target()))}, "other weights"),
+        (lambda: {"target": weights_fingerprint(with_other_eps(small_target()))}, "another config"),
         (lambda: {"target": weights_fingerprint(small_target(seed=1))}, "other weights"),
         (lambda: {"target": weights_fingerprint(small_target(seed=1).bfloat16())}, "other weights"),
         (lambda: {}, "does not record the target"),
         (lambda: {"target": "gqa"}, "does not record the target"),
     ],
 )
-def test_given_references_of_another_target_are_refused(tmp_path, made_with, words):
+def test_given_references_of_another_target_are_refused(tmp_path, tokenizer, made_with, words):
     path = given(tmp_path, made_with())
     with pytest.raises(ValueError, match=f"{words}.*: --references must be") as error:
-        load_given(path, small_target())
+        load_given(path, small_target(), tokenizer)
     assert str(error.value).startswith(path)
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "chats.jsonl.gz", "CHATS.JSONL"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(tokenizer_hash="0"), "was made before the tokenizer changed: --target must be"),
+        (dict(stop_ids=(5,)), "stop ids = .*: --target must be as it was"),
+        (dict(template="x"), "was made before the chat template changed: --target must be"),
+        (dict(template_args={}), """: give --chat-template-args '{"style": "brief"}'$"""),
+    ],
+)
+@pytest.mark.parametrize("by_server", [True, False])
+def test_given_references_of_another_tokenizer_or_template_are_refused(
+    tmp_path, tokenizer, change, words, by_server
+):
+    target = small_target()
+    made_by = {"target": None if by_server else weights_fingerprint(target)}
+    path = given(tmp_path, made_by | recorded_of(tokenizer))
+    assert len(load_given(path, target, tokenizer).lengths) == 1
+    with pytest.raises(ValueError, match=words) as error:
+        load_given(path, target, dataclasses.replace(tokenizer, **change))
+    assert str(error.value).startswith(path)
+
+
+def test_given_references_of_text_do_not_ask_for_a_template(tmp_path, tokenizer):
+    recorded = recorded_of(tokenizer)
+    names = ("the tokenizer", "stop ids")
+    path = given(tmp_path, {"target": None} | {name: recorded[name] for name in names})
+    other = dataclasses.replace(tokenizer, template=None, template_args={})
+    assert len(load_given(path, small_target(), other).lengths) == 1
+
+
+@pytest.mark.parametrize("name", ["refs.txt", "refs.pt", "folder", "refs.jsonl.bz2"])
+def test_a_references_file_of_another_kind_is_refused_before_any_work(tmp_path, name):
+    config = TrainConfig(references=str(tmp_path / name))
+    with pytest.raises(ValueError, match=f"--references .*{name}: accepted are .*jsonl.*ndjson"):
+        prepare(config, tmp_path / "out")
+
+
+ARGS = '{"style": "brief"}'
+
+
+def test_template_arguments_where_no_chat_is_are_refused_before_any_work(tmp_path):
+    config = TrainConfig(chat_template_args=ARGS)
+    with pytest.raises(ValueError, match="no chats here: --chat-template-args means nothing"):
+        prepare(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_template_arguments_are_taken_where_the_references_are_of_chats(
+    folders, tmp_path, tokenizer
+):
+    shutil.copytree(folders / "target", tmp_path / "target")
+    (tmp_path / "target/chat_template.jinja").write_text(TEMPLATE)
+    target = Target.from_pretrained(tmp_path / "target")
+    recorded = {"target": weights_fingerprint(target)} | recorded_of(tokenizer)
+    config = TrainConfig(
+        target=str(tmp_path / "target"),
+        chat_template_args=ARGS,
+        references=given(tmp_path, recorded),
+        prompt_length=8,
+        response_length=8,
+        eval_tokens=8,
+    )
+    assert len(prepare(config, tmp_path / "out")[3].lengths) == 1
+    with pytest.raises(ValueError, match="give --chat-template-args"):
+        prepare(dataclasses.replace(config, chat_template_args=""), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["chats.jsonl", "chats.json", "chats.jsonl.gz", "CHATS.JSONL", "c.ndjson"]
+)
 def test_given_references_may_be_chats_in_every_form_that_prompts_may_have(folders, tmp_path, name):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]
     records = [{"messages": turns}] * 3

@@ -219,7 +219,10 @@ CHANGED = {
     "a length": (dict(change=shorter_text), "before the references changed"),
     "a prompt's length": (dict(change=longer_prompt), "before the references changed"),
     "one text less": (dict(change=fewer_texts), "before the references changed"),
-    "a norm of the target": (dict(change=other_norm), "other weights of the target"),
+    "a norm of the target": (
+        dict(change=other_norm),
+        "other weights or another config of the target",
+    ),
     "the target's dtype": (
         dict(change=lambda target, _: target.bfloat16()),
         "the same weights in another dtype: float32, this run has bfloat16",
@@ -255,6 +258,10 @@ def test_a_training_does_not_go_on_from_a_drafters_folder_that_has_changed(tmp_p
         train_run(tmp_path / "run", drafter=str(tmp_path / "start"))
 
 
+def other_theta(target, _) -> None:
+    target.config = dataclasses.replace(target.config, rope_theta=77.0)
+
+
 def story_stage(out, config, change=None) -> dict:
     """A stage of the story that is done, or is found done."""
     target, references = target_and_references()
@@ -268,10 +275,11 @@ def story_stage(out, config, change=None) -> dict:
     "change, words",
     [
         (other_token, "the references changed"),
-        (other_norm, "other weights of the target"),
+        (other_norm, "other weights or another config of the target"),
+        (other_theta, "other weights or another config of the target"),
         ("start", "the starting drafter's weights changed"),
     ],
-    ids=["references", "target", "start"],
+    ids=["references", "target", "its config", "start"],
 )
 def test_a_storys_stage_is_not_reused_once_what_it_depends_on_has_changed(tmp_path, change, words):
     target, _ = target_and_references()
