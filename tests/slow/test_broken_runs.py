@@ -151,7 +151,11 @@ FAULTS = {  # what happens between two sittings, flags of the second, words of i
     "another rate": (None, ["--lr", "0.1"], "lr = 0.001"),
     "another loss": (None, ["--loss", "kl"], "loss = 'e2e_tv'"),
     "other arithmetic": (None, ["--precision", "bfloat16"], "precision = 'float32'"),
-    "another target": (change_tensors(TARGET, scale_head), [], "other weights or another config of target"),
+    "another target": (
+        change_tensors(TARGET, scale_head),
+        [],
+        "other weights or another config of target",
+    ),
     "the target's weights gone": (remove(TARGET), [], "target"),
     "the target's weights cut": (cut(TARGET), [], TARGET),
     "a tensor of the target gone": (
