@@ -18,6 +18,7 @@ unequally often: rollouts end when they end, and one process measures AL. `Locks
 """
 
 import datetime
+import gc
 import itertools
 import os
 import sys
@@ -63,6 +64,7 @@ def stop() -> None:
     if dist.is_initialized():
         barrier()  # nobody leaves while another may need it
         _locksteps.clear()
+        gc.collect()  # wrapped modules hold the group, whose threads must not outlive this process
         dist.destroy_process_group()
 
 
