@@ -44,7 +44,10 @@ from support.files import write_json, write_tensors
 from target import Target, Trunk
 from tree import View, gather_slots, with_room, write_slots
 
-DRAW_ELEMENTS = 2**24  # probabilities that exist at once while branches are drawn
+CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU
+GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, if its memory allows
+CHUNK_COPIES = 10  # tensors of a chunk's size at once: logits, p, q, their minimum, the gradients
+CHUNK_SHARE = 1 / 8  # of a GPU's memory that they may take
 LEAST_TEMPERATURE = 1e-4
 LEAST = dict.fromkeys(DFLASH2_FIELDS, 1) | {"output_multiplier": None}  # None: above 0; others: 0
 BLOCKS_AT_ONCE = 32  # run together; the mask has a row and a column for each of their slots
@@ -253,19 +256,36 @@ PLAIN = Sampling(temperature=1.0)
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Draw tokens by the inverse distribution function: probs (...,V), uniforms (...,n) in [0,1) ->
-    (...,n). A token of probability zero is never drawn. NaN gives the last token; the loss, or
+    (...,n). A token of probability zero is never drawn. NaN gives any token; the loss, or
     `verify` in serve.py, then reports it."""
     cumulative = probs.cumsum(-1)
     total = cumulative[..., -1:]
     point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, point.contiguous(), right=True)
-    return tokens.clamp(max=probs.shape[-1] - 1)
+    tokens = tokens.clamp(max=probs.shape[-1] - 1)
+    if probs.is_cuda:  # its parallel sum may fall by a rounding where a probability is zero
+        is_possible = probs.gather(-1, tokens) > 0
+        tokens = torch.where(is_possible, tokens, probs.argmax(-1, keepdim=True))
+    return tokens
 
 
 def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
     """first (B,A), tokens (B,A,K,W) -> the token before each (B,A,K,W): x_a, y_1, ..., y_{W-1}."""
     first = first[..., None, None].expand(*tokens.shape[:-1], 1)
     return torch.cat([first, tokens[..., :-1]], -1)
+
+
+def chunk_elements(device: torch.device) -> int:
+    """How many logits are worked on at once on a device, in the loss and in drawing.
+
+    Every chunk reads the whole head, V x C: a chunk of few rows waits for the head's memory, not
+    for arithmetic. At a vocabulary of 150,000 a CPU's chunk has 110 rows, and four times as many
+    are 4 % faster in three times the memory. A GPU needs some 300 rows and more: its chunk has 900,
+    or what a share of its memory allows."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(GPU_CHUNK_ELEMENTS, int(memory * CHUNK_SHARE) // (4 * CHUNK_COPIES))
 
 
 # ------------------------------------------------------------------------ what the slots may know
@@ -616,8 +636,10 @@ class Drafter(nn.Module):
     def unary_logits(self, hidden: Tensor) -> Tensor:
         """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q must be 0."""
         logits = self.head(hidden.to(self.head.weight.dtype))
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        return logits.masked_fill(~self.proposable(ids), -torch.inf)
+        with torch.no_grad():  # in place and unrecorded: a softmax's gradient is 0 there anyway
+            logits[..., self.config.mask_token_id] = -torch.inf  # as `proposable`
+            logits[..., self.target.num_tokens :] = -torch.inf
+        return logits
 
     def slot_logits(self, unary, hidden, previous, state=None, labels=None):
         """Logits of some slots, given the tokens before them: unary (…,1,W,V), hidden (…,1,W,C),
@@ -666,7 +688,8 @@ class Drafter(nn.Module):
         rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
         starts = first.flatten()
         how = (sampling, num_branches, num_greedy)
-        size = max(1, DRAW_ELEMENTS // (num_branches * shape[-1] * self.config.layers.vocab_size))
+        block_elements = num_branches * shape[-1] * self.config.layers.vocab_size
+        size = max(1, chunk_elements(hidden.device) // block_elements)
         tokens, probs = [], []
         with torch.no_grad():
             for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
@@ -717,7 +740,7 @@ class Drafter(nn.Module):
         known = {"target_layer_ids": target.tap_ids, "num_target_layers": model.num_hidden_layers}
         config = DrafterConfig(layers, block_size, mask_token_id, **(known | fields))
         as_dflash = dict(architecture="DFlashDraftModel", block_size=config.num_draft_tokens + 1)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             backbone = Drafter(replace(config, **as_dflash), target).apply(init_weights)
             drafter = drafter_class(config)(config, target)

@@ -21,19 +21,18 @@ A new loss is one function of `Branches` and one row of TERMS; `_branches` compu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recomputed
+from torch.autograd.function import once_differentiable
 
-from drafter import Drafter, previous_tokens
+from drafter import Drafter, chunk_elements, previous_tokens
 from target import Trunk
 
 CE_DECAY = 4.0  # default `decay` of position_weights, for W = 7; the papers take 7.0 for W = 15
-CHUNK_ELEMENTS = 2**24  # logits of a chunk: 64 MiB in float32, and a few such tensors at once
 DSPARK_MIX = {"ce": 0.1, "early_tv": 1.8, "confidence": 1.0}  # 0.9 sum |q - p| = 1.8 TV
 
 # ------------------------------------------------------------------------------------- acceptance
@@ -228,10 +227,12 @@ class Rows:
     previous: Tensor | None = None  # (R, K, W) the token before each slot
     p_hidden: Tensor | None = None  # (R, K, W, C)
 
-    def part(self, start: int, stop: int) -> list:
-        """Some anchors' tensors, made contiguous (see Target.head)."""
-        tensors = (getattr(self, f.name) for f in fields(self))
-        return [None if t is None else t[start:stop].contiguous() for t in tensors]
+    def part(self, start: int, stop: int) -> "Rows":
+        """Some anchors' tensors, contiguous (see Target.head). Gradients end at its q_hidden."""
+        tensors = {name: t for name, t in vars(self).items() if t is not None}
+        part = Rows(**{name: t[start:stop].detach().contiguous() for name, t in tensors.items()})
+        part.q_hidden.requires_grad_()
+        return part
 
 
 @dataclass
@@ -240,8 +241,23 @@ class Heads:
 
     q: Callable  # (q_hidden, previous, labels of ce or None) -> (..., W, V)
     vocab_size: int
+    parameters: list  # what q and confidence learn; any other tensor gets no gradient
     p: Callable | None = None  # p_hidden -> (..., W, V)
     confidence: Callable | None = None  # (q_hidden, previous) -> (R, K, W)
+
+
+class _GradientKnown(torch.autograd.Function):
+    """A value whose gradients at some inputs were computed with it: backward scales them."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: list, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)  # None where the value does not depend on an input
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: Tensor):
+        return None, None, *(None if g is None else g * scale for g in ctx.saved_tensors)
 
 
 def chunked(
@@ -256,11 +272,15 @@ def chunked(
     """A loss, or a weighted sum of several ({name: weight}), with vocabulary-sized work in chunks
     of anchors.
 
-    Logits of a chunk are computed again in the backward pass, so those of two chunks never exist
-    at the same time. denominators: of each term, if these rows are a part of a batch; the value is
-    then this part's share of the loss, and the shares add up to it. anchors_per_chunk: by default
-    as many as keep a chunk's logits within CHUNK_ELEMENTS. Returns the loss and figures, sums (W,)
-    over valid positions: alpha, survival, and how many positions there are; for only ce, none."""
+    What a sum is divided by is known before, so each chunk gives its share of the loss and, at
+    once, the gradient of it at the hidden states and the heads' parameters. Only these are kept: p
+    and q are computed once, and those of two chunks never exist at the same time. The backward
+    pass has only to multiply by the gradient that arrives.
+
+    denominators: of each term, if these rows are a part of a batch; the value is then this part's
+    share of the loss, and the shares add up to it. anchors_per_chunk: by default as many as keep a
+    chunk's logits within `chunk_elements`. Returns the loss and figures, sums (W,) over valid
+    positions: alpha, survival, and how many positions there are; for only ce, none."""
     terms = {terms: 1.0} if isinstance(terms, str) else terms
     terms = {name: weight for name, weight in terms.items() if weight}  # weight 0 costs nothing
     for name in terms:
@@ -270,32 +290,53 @@ def chunked(
         denominators = {name: denominator(name, rows.valid, decay) for name in terms}
     R, K, W = rows.valid.shape
     if anchors_per_chunk is None:
-        anchors_per_chunk = max(1, CHUNK_ELEMENTS // (K * W * heads.vocab_size))
+        elements = chunk_elements(rows.valid.device)
+        anchors_per_chunk = max(1, elements // (K * W * heads.vocab_size))
 
-    def chunk_loss(*tensors) -> tuple[Tensor, Tensor | None]:
-        b = _branches(terms, Rows(*tensors), heads, temperature, decay)
+    def chunk_loss(part: Rows) -> tuple[Tensor, Tensor | None]:
+        b = _branches(terms, part, heads, temperature, decay)
         value = 0.0
         for name, weight in terms.items():
             total = TERMS[name].branch_sum(b).sum()
             value = value + weight / denominators[name].clamp(min=1e-12) * total
         return value, None if b.alpha is None else b.alpha.detach()
 
-    value = rows.q_hidden.new_zeros((), dtype=torch.float32)
-    alphas = []
-    for start in range(0, R, anchors_per_chunk):
-        part = rows.part(start, start + anchors_per_chunk)
-        if anchors_per_chunk >= R:
-            share, alpha = chunk_loss(*part)
-        else:
-            share, alpha = recomputed(chunk_loss, *part, use_reentrant=False)
-        value = value + share
-        alphas.append(alpha)
+    starts = range(0, R, anchors_per_chunk)
+    parts = (rows.part(start, start + anchors_per_chunk) for start in starts)
+    value, alphas = _sum_with_gradient(chunk_loss, parts, rows.q_hidden, heads.parameters)
     if set(terms) == {"ce"}:
         return value, {}
     alpha = torch.cat(alphas)  # (R, K, W)
     valid = rows.valid.float()
     sums = torch.stack([valid, alpha * valid, survival(alpha, valid)]).sum((1, 2))  # (3, W)
     return value, dict(zip(("positions", "alpha", "survival"), sums))
+
+
+def _sum_with_gradient(chunk_loss, parts, q_hidden: Tensor, parameters) -> tuple[Tensor, list]:
+    """The sum of chunk_loss(part) over parts of the rows, with its gradient at their q_hidden and
+    at the parameters -> the sum, and each part's alpha."""
+    value = q_hidden.new_zeros((), dtype=torch.float32)
+    alphas, hidden_grads = [], []
+    totals = [None] * len(parameters)
+    for part in parts:
+        share, alpha = chunk_loss(part)
+        value = value + share.detach()
+        alphas.append(alpha)
+        if torch.is_grad_enabled():
+            inputs = (part.q_hidden, *parameters)
+            hidden_grad, *grads = torch.autograd.grad(share, inputs, allow_unused=True)
+            unused = hidden_grad is None  # by a confidence that teaches its own head alone
+            hidden_grads.append(torch.zeros_like(part.q_hidden) if unused else hidden_grad)
+            totals = [g if total is None else total + g for total, g in zip(totals, grads)]
+    if torch.is_grad_enabled():
+        grads = [torch.cat(hidden_grads), *totals]
+        value = _GradientKnown.apply(value, grads, q_hidden, *parameters)
+    return value, alphas
+
+
+def _over(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32; no copy is made where there is nothing to do."""
+    return logits.float() if temperature == 1 else logits.float() / temperature
 
 
 def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float) -> Branches:
@@ -306,11 +347,11 @@ def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float)
         b.log_q_plain = logits.float().log_softmax(-1)
     if set(terms) != {"ce"}:
         with torch.no_grad():
-            b.p = (heads.p(rows.p_hidden).float() / temperature).softmax(-1)
-        b.q = (logits.float() / temperature).softmax(-1)
+            b.p = _over(heads.p(rows.p_hidden), temperature).softmax(-1)
+        b.q = _over(logits, temperature).softmax(-1)
         b.alpha = acceptance(b.p, b.q)
     if "kl" in terms:
-        b.log_q = (logits.float() / temperature).log_softmax(-1)
+        b.log_q = _over(logits, temperature).log_softmax(-1)
     if "confidence" in terms:
         b.confidence = heads.confidence(rows.q_hidden, rows.previous)
     return b
@@ -387,15 +428,15 @@ def step_loss(
         None if p_hidden is None else p_hidden.flatten(0, 1),
     )
     V = drafter.config.layers.vocab_size
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
     confidence = partial(drafter.confidence_logits, detached=objective.detach_confidence)
-    heads = Heads(
-        in_drafters_dtype(drafter.logits), V, drafter.target.head, in_drafters_dtype(confidence)
-    )
+    q_and_confidence = (in_drafters_dtype(drafter.logits), in_drafters_dtype(confidence))
+    heads = Heads(q_and_confidence[0], V, parameters, drafter.target.head, q_and_confidence[1])
     how = (objective.temperature, objective.decay, denominators)
     value, figures = chunked(objective.terms, rows, heads, *how)
     if objective.base_ce:
         base = in_drafters_dtype(lambda hidden, previous, labels: drafter.base_logits(hidden))
-        value = value + chunked("ce", rows, Heads(base, V), *how)[0]
+        value = value + chunked("ce", rows, Heads(base, V, parameters), *how)[0]
         figures |= _coverage(drafter, hidden, blocks)
     figures |= blocks.counts | {"supervised": blocks.valid.sum()}
     num_slots = trunk.tokens.numel()
@@ -406,7 +447,7 @@ def _coverage(drafter, hidden: Tensor, blocks: Blocks) -> dict:
     """How many labels are among DFlash 2's candidates: of one text in the middle of the batch, and
     of no more anchors than fit a chunk."""
     V = drafter.config.layers.vocab_size
-    num_anchors = max(1, CHUNK_ELEMENTS // (hidden.shape[3] * V))
+    num_anchors = max(1, chunk_elements(hidden.device) // (hidden.shape[3] * V))
     some = (len(hidden) // 2, slice(num_anchors))
     num_labels = blocks.valid[some].sum()
     share = drafter.coverage(hidden[some], blocks.tokens[some], blocks.valid[some])

@@ -2,13 +2,14 @@
 from. `pytest tests/test_drafter.py`"""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import plain_drafters
-from drafter import Drafter, Sampling, draw, previous_tokens
+from drafter import Drafter, Sampling, chunk_elements, draw, previous_tokens
 from small import DRAFTERS, SMALL, random_tokens, reconfigure, small_drafter, small_target
 from target import default_taps
 from tree import build_tree
@@ -276,10 +277,46 @@ def test_drawing_in_chunks_is_the_same(target, drafter, monkeypatch):
     trunk = target.prefill(tokens, lengths)
     uniforms = torch.rand(3, 5, 2, 4, generator=torch.Generator().manual_seed(0))
     whole = drafter.propose(trunk, anchors, 2, Sampling(), uniforms=uniforms).tokens
-    monkeypatch.setattr("drafter.DRAW_ELEMENTS", 300)
+    monkeypatch.setattr("drafter.CHUNK_ELEMENTS", 300)
     assert torch.equal(
         whole, drafter.propose(trunk, anchors, 2, Sampling(), uniforms=uniforms).tokens
     )
+
+
+def test_a_chunk_takes_a_share_of_a_gpus_memory_up_to_a_bound(monkeypatch):
+    gib = 2**30
+    sizes = []
+    properties = SimpleNamespace()
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    for memory in (8 * gib, 16 * gib, 80 * gib, 180 * gib):
+        properties.total_memory = memory
+        sizes.append(chunk_elements(torch.device("cuda:0")))
+        assert sizes[-1] * 4 * 10 <= memory / 8
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-6)
+    assert sizes[2:] == [2**27, 2**27]
+    assert chunk_elements(torch.device("cpu")) == 2**24
+
+
+def test_logits_are_masked_in_place_and_their_gradient_is_that_of_a_masked_copy(target, drafter):
+    tokens, lengths, anchors = trunk_and_anchors(target)
+    hidden = drafter.block(target.prefill(tokens, lengths), anchors).detach().requires_grad_()
+    made = []
+    hook = target.lm_head.register_forward_hook(lambda m, args, out: made.append(out))
+    logits = drafter.unary_logits(hidden)
+    hook.remove()
+    assert logits.data_ptr() == made[0].data_ptr()
+    proposable = drafter.proposable(torch.arange(24))
+    copy = target.lm_head(hidden).masked_fill(~proposable, -torch.inf)
+    assert torch.equal(logits, copy)
+    picked = torch.randint(0, 20, (3, 5, 4, 1), generator=torch.Generator().manual_seed(0))
+    for distribution in (torch.softmax, torch.log_softmax):
+        grads = [
+            torch.autograd.grad(
+                distribution(x, -1).gather(-1, picked).sum(), hidden, retain_graph=True
+            )[0]
+            for x in (logits, copy)
+        ]
+        assert torch.equal(*grads) and grads[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("variant", DRAFTERS)
