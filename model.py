@@ -18,16 +18,22 @@ Names of modules and fields are Hugging Face's, so that tensors load by name. Le
 
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import replay
 from hf.config import HYBRID, config_json, model_fields
-from tree import View, causal_view, gather_history, gather_slots
+from tree import ProposalTree, View, build_tree, causal_view, gather_history, gather_slots
 
 GATHERED_KEYS = 2**15  # keys that `gathered_attention` reads at once: bounds its memory
+FLEX_DEVICES = ("cuda",)  # where trees are scored by FlexAttention
+FLEX_QUERIES = 128  # nodes from which it pays: fewer fill no block of its mask
+FLEX_TOLERANCE = 0.02  # how far from dense attention it may be: bfloat16's digits
 LEAST = {"seed": 0, "eos_token_id": 0, "hc_count": 2, "ngram_size": 2}  # other numbers: above 0
 MULTIPLES = {  # field: another that divides it
     "num_attention_heads": "num_key_value_heads",
@@ -203,20 +209,36 @@ def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
     return past[:, :end]
 
 
-def attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+def attention(q: Tensor, kv: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D). Each key head serves
-    H / H_kv query heads. mask (B,1,N,T), True = visible; None = causal."""
+    H / H_kv query heads. mask (B,1,N,T), True = visible, or one of `tree_block_mask`; None =
+    causal: the last query sees all T slots, each other one fewer than the next."""
     B, N, H, D = q.shape
-    H_kv = kv.shape[3]
-    if N == 1:  # heads of one key head are treated as tokens: several times as fast on a CPU
-        q = q.view(B, H_kv, -1, D).transpose(1, 2)  # (B, H/H_kv, H_kv, D)
-    elif mask is not None and q.is_cuda and H_kv < H:  # no fused kernel takes a mask and groups
-        kv = kv.repeat_interleave(H // H_kv, 3)
-    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
+    T, H_kv = kv.shape[1], kv.shape[3]
+    if isinstance(mask, BlockMask):
+        return attention_in_blocks(q, kv, mask)
+    # Heads of one key head are treated as tokens: several times as fast for one token on a CPU. On
+    # a GPU no fused kernel takes a mask and groups, and this repeats the mask instead of the keys.
+    if N == 1 or (q.is_cuda and mask is not None and H_kv < H):
+        return attention_by_key_head(q, kv, mask)
+    if mask is None and 1 < N < T:
+        mask = causal_lower_right(N, T)  # no mask is made where there is a kernel for it
     is_causal = mask is None and bool(N > 1)  # bool: torch.compile may make N a symbol
-    is_grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=is_grouped)
-    return out.reshape(B, 1, H, D) if N == 1 else out.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
+    options = dict(is_causal=is_causal, enable_gqa=H_kv < H)
+    return F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2)
+
+
+def attention_by_key_head(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """`attention` with the H / H_kv query heads of a key head as so many times N tokens."""
+    N, H_kv = q.shape[1], kv.shape[3]
+    per_key_head = q.shape[2] // H_kv
+    q = q.unflatten(2, (H_kv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, H_kv, H/H_kv*N, D)
+    k, v = (x.transpose(1, 2) for x in kv.unbind(2))  # (B, H_kv, T, D)
+    if mask is not None and N > 1:
+        mask = mask.repeat(1, 1, per_key_head, 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask).unflatten(2, (per_key_head, N))
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def worth_gathering(num_queries: int, num_slots: int, max_visible: int) -> bool:
@@ -309,13 +331,21 @@ def index_block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
     return (mask & view.visible()[:, 0])[:, None]
 
 
-def per_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def per_expert(x: Tensor, weight: Tensor, ends: Tensor | list) -> Tensor:
     """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
-    ends (E,) int32 counts the rows up to each expert's last -> (n,R)."""
-    if all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]):  # grouped_mm needs it
+    ends (E,) counts the rows up to each expert's last, int32 -> (n,R). Are they a list on the host,
+    each expert has a product of its own."""
+    if isinstance(ends, Tensor):
         return F.grouped_mm(x, weight.mT, offs=ends)
-    parts = x.tensor_split(ends[:-1].tolist())
+    parts = x.tensor_split(ends[:-1])
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
+
+
+def fits_grouped_mm(weight: Tensor) -> bool:
+    """Whether one product can serve all experts, weight (E,R,C). For float32 on a GPU it would read
+    the ends and go expert by expert."""
+    is_aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return is_aligned and not (weight.is_cuda and weight.dtype == torch.float32)
 
 
 def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]]:
@@ -338,6 +368,74 @@ def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]
         if candidate > 1 and all(candidate % d for d in range(2, math.isqrt(candidate) + 1)):
             primes.append(candidate)
     return multipliers, primes[number * heads :]
+
+
+# ----------------------------------------------- trees on a GPU: attention in blocks of the mask
+
+
+@lru_cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)  # dynamic: every tree has a size of its own
+
+
+def tree_block_mask(tree: ProposalTree, view: View) -> BlockMask:
+    """The mask of a tree for FlexAttention, which skips blocks of 128 x 128 that are all masked:
+    of a training step's nodes, each sees few others."""
+    B, N = tree.tokens.shape
+    trunk_ends, last_descendants = tree.trunk_ends, view.last_descendants
+    T = trunk_ends.new_full((), tree.num_trunk_slots)  # a tensor: a number would be compiled in
+
+    def sees(b, head, node, slot):  # the twin of ProposalTree.view, element by element
+        other = (slot - T).clamp(min=0)
+        descends = (other <= node) & (node <= last_descendants[b, other])
+        return torch.where(slot < T, slot <= trunk_ends[b, node], descends)
+
+    make = compiled(create_block_mask) if trunk_ends.is_cuda else create_block_mask
+    return make(sees, B, None, N, tree.num_trunk_slots + N, device=trunk_ends.device)
+
+
+def attention_in_blocks(q: Tensor, kv: Tensor, mask: BlockMask) -> Tensor:
+    """`attention` by FlexAttention."""
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
+    flex = compiled(flex_attention) if q.is_cuda else flex_attention
+    return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] < q.shape[1]).transpose(1, 2)
+
+
+@lru_cache
+@torch.no_grad()
+def flex_agrees(device, dtype, H: int, H_kv: int, D: int) -> bool:
+    """Whether FlexAttention compiles here and agrees with dense attention on a random tree. Prints
+    which of the two runs."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.arange(200)[None].to(device)
+    branches = torch.randint(0, 9, (1, 20, 2, 16), generator=generator).to(device)
+    anchors = torch.arange(0, 200, 10)[None].to(device)
+    tree = build_tree(tokens, anchors.new_full((1,), 200), anchors, branches, merge=False)
+    view = tree.view()
+    shapes = ((1, tree.tokens.shape[1], H, D), (1, view.mask.shape[-1], 2, H_kv, D))
+    q, kv = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    gap = math.inf
+    why = ""
+    try:
+        blocks = attention(q, kv, tree_block_mask(tree, view))
+        gap = (blocks - attention(q, kv, view.mask)).abs().max().item()
+    except Exception as error:  # no compiler, another version, or a kernel that fails
+        why = f", {error!r:.120}"
+    path = "FlexAttention" if gap < FLEX_TOLERANCE else "dense masks"
+    print(f"attention in trees by {path} (FlexAttention's error: {gap:.0e}{why})")
+    return gap < FLEX_TOLERANCE
+
+
+def tree_view(tree: ProposalTree, config: ModelConfig, dtype: torch.dtype) -> View:
+    """A tree as the layers of a target see it. Sparse attention has a dense mask of its own."""
+    device = tree.tokens.device
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    is_large = tree.tokens.shape[1] >= FLEX_QUERIES and not config.has_streams
+    if device.type not in FLEX_DEVICES or not is_large or not flex_agrees(device, dtype, *heads):
+        return tree.view()
+    view = tree.view(mask=False)
+    view.mask = tree_block_mask(tree, view)
+    return view
 
 
 # ------------------------------------------------------------------------------------------ modules
@@ -547,6 +645,8 @@ class Experts(nn.Module):
         experts, order = chosen.flatten().sort()  # (n*k,)
         numbers = torch.arange(len(self.down_proj), device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # (E,)
+        if not fits_grouped_mm(self.down_proj):  # the other matrices have the same sizes or twice
+            ends = ends.tolist()
         gate, up = per_expert(x[order // k], self.gate_up_proj, ends).chunk(2, -1)
         out = per_expert(F.silu(gate) * up, self.down_proj, ends)  # (n*k, C)
         return torch.empty_like(out).index_copy(0, order, out).view(n, k, -1)
@@ -766,8 +866,9 @@ class Decoder(nn.Module):
         else:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.hybrid)
 
-    def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=()):
-        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, layers' states.
+    def forward(self, tokens: Tensor, view: View, past: list | None = None, tap_ids=(), keep=True):
+        """tokens (B,N) -> final hidden (B,N,C), taps (B,N,len(tap_ids)*C) or None, layers' states
+        (none of them where keep is False).
 
         Tap L is the output of layer L (0-based), before any final norm: the input of layer L + 1.
         With streams it is their mix (B,N,C), and after the last layer the final hidden."""
@@ -777,7 +878,8 @@ class Decoder(nn.Module):
         states = []
         for index, layer in enumerate(self.layers):
             x, state, layer_input = layer(x, rope, view, past[index] if past else None, tokens)
-            states.append(state)
+            if keep:
+                states.append(state)
             inputs.append(layer_input if index - 1 in tap_ids else None)
         hidden = self.hyper_connection_mixer.read(x)[0] if self.config.has_streams else self.norm(x)
         inputs.append(hidden if self.config.has_streams else x)

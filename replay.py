@@ -246,15 +246,23 @@ def trunk_tail(past: dict | None, new: dict, path: Tensor, lengths: Tensor, size
     return state
 
 
-def replay_states(past: dict, positions: Tensor) -> Tensor:
-    """The states (B,P,H,D_k,D_v) after trunk positions (B,P), -1 = before the first token, each
-    from the nearest checkpoint at or before it, in one product (paper: indexed state replay)."""
+def nearest_checkpoints(past: dict, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions (B,P) of the last checkpoints at or before trunk positions (B,P), -1 where there is
+    none, and their numbers (B,P)."""
     after = past["after"][:, None]  # (B, 1, M)
-    nearest, index = torch.where(after <= positions[..., None], after, -1).max(-1)  # (B, P)
+    return torch.where(after <= positions[..., None], after, -1).max(-1)
+
+
+def replay_states(past: dict, positions: Tensor, longest: int | None = None) -> Tensor:
+    """The states (B,P,H,D_k,D_v) after trunk positions (B,P), -1 = before the first token, each
+    from the nearest checkpoint at or before it, in one product (paper: indexed state replay).
+    longest: the most tokens between the two, if known."""
+    nearest, index = nearest_checkpoints(past, positions)
     state = gather_slots(past["states"], index) * (nearest >= 0)[..., None, None, None]
     if "tail_start" in past:  # only the state at the end is kept, and no other is wanted
         return state
-    longest = int((positions - nearest).max())
+    if longest is None:
+        longest = int((positions - nearest).max())
     slots = nearest[..., None] + 1 + torch.arange(longest, device=positions.device)  # (B, P, n)
     inside = (slots <= positions[..., None])[..., None]
     slots = slots.flatten(1).clamp(0, past["k"].shape[1] - 1)
@@ -277,12 +285,16 @@ def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple
         return out[:, :N]
 
     is_node = (view.groups >= 0) & view.valid[rows, nodes]  # (B, P, m), False = padding
-    ancestors = view.mask[:, 0, :, view.num_trunk_slots :]  # (B, N, N)
-    seen = ancestors[rows[..., None], nodes[..., :, None], nodes[..., None, :]]  # (B, P, m, m)
+    if view.seen_in_groups is None:
+        view.seen_in_groups = view.descends(nodes[..., :, None], nodes[..., None, :])
+    seen = view.seen_in_groups  # (B, P, m, m)
     if past is None:  # nothing has run yet
         state = v.new_zeros(B, P, v.shape[-2], k.shape[-1], v.shape[-1])
     else:
-        state = replay_states(past, view.roots)
+        if view.longest_replay is None and "tail_start" not in past:
+            nearest, _ = nearest_checkpoints(past, view.roots)
+            view.longest_replay = int((view.roots - nearest).max())
+        state = replay_states(past, view.roots, view.longest_replay)
     q, k, v, g, beta = (x[rows, nodes] for x in (q, k, v, g, beta))  # (B, P, m, ...)
     g, beta = g * is_node[..., None], beta * is_node[..., None]
     o, u = delta_rule_chunk(q, k, v, g, beta, state, seen & is_node[..., None, :])

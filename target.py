@@ -23,12 +23,13 @@ import replay
 from hf.config import FAMILIES
 from hf.files import model_folder, read_json
 from hf.tensors import has_other_head, in_shards, layout, load_weights, stored_dtype
-from model import Decoder, ModelConfig, init_weights
+from model import Decoder, ModelConfig, init_weights, tree_view
 from support.files import write_json, write_tensors
 from tree import ProposalTree, build_tree, causal_view, gather_slots, with_room, write_slots
 
 TWO_TENSORS = "tie_word_embeddings is true, but lm_head differs from the embedding: both are used"
 PREFILL_TOKENS = 1024  # run at once: memory then grows with a text's length, not its square
+PREFILL_TOKENS_ON_GPU = 4096  # which needs more to be busy, and whose attention keeps no scores
 
 TOY_WIDTHS = dict(
     vocab_size=264,
@@ -118,7 +119,7 @@ class Scored:
     hidden: Tensor  # (B, A, K, W+1, C) gives p_1..p_{W+1}; without meaning where p_index is -1
     node_hidden: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
-    states: list[dict]  # what each layer remembers of the nodes, (B, N, ...)
+    states: list[dict]  # what each layer remembers of the nodes, (B, N, ...); empty: not kept
 
 
 class Target(nn.Module):
@@ -153,7 +154,7 @@ class Target(nn.Module):
         lengths: Tensor,
         room: int = 0,
         tap_ids=None,
-        chunk: int = PREFILL_TOKENS,
+        chunk: int | None = None,
         checkpoint_every: int | None = None,
     ) -> Trunk:
         """Run a right-padded batch tokens (B,T) of lengths (B,), `chunk` tokens at a time.
@@ -165,8 +166,10 @@ class Target(nn.Module):
             itemsize = self.lm_head.weight.element_size()
             checkpoint_every = replay.checkpoint_spacing(self.config, itemsize)
         B, T = tokens.shape
-        longest = int(lengths.max())
-        if lengths.shape != (B,) or int(lengths.min()) < 1 or longest > T:
+        if chunk is None:
+            chunk = PREFILL_TOKENS_ON_GPU if tokens.is_cuda else PREFILL_TOKENS
+        shortest, longest = torch.stack(lengths.aminmax()).tolist()  # one wait for a GPU
+        if lengths.shape != (B,) or shortest < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
         if chunk < 1 or checkpoint_every < 0:
             raise ValueError(f"chunk {chunk}, checkpoint_every {checkpoint_every}: too small")
@@ -194,8 +197,9 @@ class Target(nn.Module):
         return replace(trunk, width=longest, last_checkpoint=longest, hidden=hidden, taps=taps)
 
     @torch.no_grad()
-    def score(self, trunk: Trunk, tree: ProposalTree) -> Scored:
-        """Run all nodes of the tree in one pass (paper: the tree mask).
+    def score(self, trunk: Trunk, tree: ProposalTree, keep: bool = True) -> Scored:
+        """Run all nodes of the tree in one pass (paper: the tree mask). keep=False: nothing will be
+        committed, as in training, so what layers remember of the nodes, and taps, are not kept.
 
         The trunk stays as it was, but for slots that are not in use. A trunk that keeps only its
         last recurrent state (checkpoint_every=0) takes chains at its end only: anchors = lengths.
@@ -207,7 +211,9 @@ class Target(nn.Module):
         B, A, K, W1 = tree.p_index.shape
         T = tree.num_trunk_slots
         past = [_first_slots(state, T, trunk.width) for state in trunk.states]
-        node_hidden, taps, states = self.model(tree.tokens, tree.view(), past, trunk.tap_ids)
+        view = tree_view(tree, self.config, self.lm_head.weight.dtype)
+        tap_ids = trunk.tap_ids if keep else ()
+        node_hidden, taps, states = self.model(tree.tokens, view, past, tap_ids, keep)
         index = tree.p_index.view(B, -1)
         hidden = gather_slots(node_hidden, (index - T).clamp(min=0))  # (B, A*K*(W+1), C)
         if not tree.anchor_is_node:
@@ -217,7 +223,7 @@ class Target(nn.Module):
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
         """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""
-        hidden = self.score(trunk, tree).hidden[..., :-1, :]
+        hidden = self.score(trunk, tree, keep=False).hidden[..., :-1, :]
         return self.head(hidden).float().softmax(-1)
 
     @torch.no_grad()
@@ -279,7 +285,7 @@ class Target(nn.Module):
             linear = {i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"}
             ngram_layers = tuple(i for i in config.ple_layer_ids if i in linear)
             changes = {"layer_types": kinds, "ple_layer_ids": ngram_layers} | changes
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             toy = cls(replace(config, **changes)).apply(init_weights)
         return toy.requires_grad_(False)

@@ -40,13 +40,24 @@ class View:
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
     parents: Tensor  # (B, N) packed index of the token before it, -1 for none
     num_trunk_slots: int = 0  # T
-    mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible; None = plain causal, T = 0
+    mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible (model.py has another form);
+    # None = causal: token i sees all of the T older ones, and the first i + 1 of the N
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
     roots: Tensor | None = None  # (B, P) trunk position of each group, -1 for the start
     groups: Tensor | None = None  # (B, P, m) node numbers, -1 after the last
+    last_descendants: Tensor | None = None  # (B, N) of a tree, see `descends`
     max_depth: int = 0  # of a tree: no chain has more nodes
     checkpoint_tokens: tuple[int, ...] = ()  # of a stretch of text: keep the state after these
+    # of a tree, made by the first linear layer (replay.py) for all of them
+    longest_replay: int | None = None
+    seen_in_groups: Tensor | None = None  # (B, P, m, m)
     _ancestors: list[Tensor] = field(default_factory=list)
+
+    def descends(self, node: Tensor, other: Tensor) -> Tensor:
+        """Whether nodes (B,...) of a tree are others (B,...) or descend from them. Nodes come in
+        depth-first order, so a node's descendants are those right after it, up to the last."""
+        rows = torch.arange(len(other), device=other.device).view(-1, *(1,) * (other.dim() - 1))
+        return (other <= node) & (node <= self.last_descendants[rows, other])
 
     def ancestor(self, depth: int) -> Tensor:
         """Packed index (B,N): 0 = the token itself, 1 = its parent, ...; -1 before the start."""
@@ -67,7 +78,8 @@ class View:
     def visible(self) -> Tensor:
         """The mask (B,1,N,T+N), written out where it was implied."""
         if self.mask is None:
-            self.mask = causal_mask(0, self.positions.shape[1], self.positions.device)
+            N = self.positions.shape[1]
+            self.mask = causal_mask(self.num_trunk_slots, N, self.positions.device)
         return self.mask
 
 
@@ -82,8 +94,7 @@ def causal_view(
 ) -> View:
     """The view of a prefill, or of its next N tokens after T others."""
     positions = torch.arange(T, T + N, device=device).expand(B, N)
-    mask = causal_mask(T, N, device) if T else None
-    return View(positions, positions - 1, T, mask, valid, checkpoint_tokens=checkpoint_tokens)
+    return View(positions, positions - 1, T, None, valid, checkpoint_tokens=checkpoint_tokens)
 
 
 def gather_slots(values: Tensor, index: Tensor) -> Tensor:
@@ -151,18 +162,24 @@ class ProposalTree:
         view = self.view()
         return torch.stack([view.ancestor(d) for d in range(depth)], -1)
 
-    def view(self) -> View:
-        """The tree as layers see it: the trunk up to `trunk_ends`, and the ancestors."""
+    def view(self, mask: bool = True) -> View:
+        """The tree as layers see it: the trunk up to `trunk_ends`, and the ancestors. mask=False
+        leaves the mask to the caller."""
         B, N = self.parents.shape
         T = self.num_trunk_slots
-        trunk_slots = torch.arange(T, device=self.parents.device)
-        on_trunk = trunk_slots <= self.trunk_ends[..., None]  # (B, N, T)
         view = View(self.positions, self.parents, T, None, self.valid, self.roots, self.groups)
         view.max_depth = self.max_depth
+        numbers = torch.arange(N, device=self.parents.device).expand(B, N)
         nodes = torch.stack([view.ancestor(d) for d in range(self.max_depth)], -1) - T
-        nodes = torch.where(nodes >= 0, nodes, N)  # trunk or nothing: a column that is cut off
-        among_nodes = on_trunk.new_zeros(B, N, N + 1).scatter_(2, nodes, True)[..., :N]
-        view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]  # (B, 1, N, T+N)
+        nodes = torch.where(nodes >= 0, nodes, N).flatten(1)  # trunk or nothing: a slot cut off
+        last = numbers.new_zeros(B, N + 1)
+        last.scatter_reduce_(1, nodes, numbers.repeat_interleave(self.max_depth, 1), "amax")
+        view.last_descendants = last[:, :N]
+        if mask:
+            trunk_slots = torch.arange(T, device=self.parents.device)
+            on_trunk = trunk_slots <= self.trunk_ends[..., None]  # (B, N, T)
+            among_nodes = view.descends(numbers[..., None], numbers[:, None])  # (B, N, N)
+            view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]  # (B, 1, N, T+N)
         return view
 
 
@@ -346,8 +363,9 @@ def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tens
     first[:, 1:] |= valid[:, 1:] & (part[:, 1:] != part[:, :-1])
     group = (first.cumsum(1) - 1).clamp(min=0)
     rank = index - torch.where(first, index, 0).cummax(1).values  # number in its group
-    P = int(group.max()) + 1
-    m = int(torch.where(valid, rank, 0).max()) + 1
+    # read together: on a GPU the host waits for each read
+    largest = torch.stack([group.max(), torch.where(valid, rank, 0).max()])
+    P, m = (largest + 1).tolist()
     group = torch.where(valid, group, P)  # padding goes to a row that is cut off
     roots = trunk_ends.new_full((B, P + 1), -1).scatter_(1, group, trunk_ends)[:, :P]
     groups = index.new_full((B, (P + 1) * m), -1)

@@ -10,17 +10,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import flex_attention
 
 import model
 from hf import load_tokenizer
 from hf.config import FAMILIES
-from model import ModelConfig, NGramEmbedding, attention, gathered_attention, rotary, rotate
-from small import SMALL, random_tokens, randomise, small_target, state_gap
+from model import (
+    ModelConfig,
+    NGramEmbedding,
+    attention,
+    attention_by_key_head,
+    gathered_attention,
+    rotary,
+    rotate,
+)
+from small import (
+    PRIVATE_AND_MERGED,
+    SMALL,
+    random_case,
+    random_tokens,
+    randomise,
+    small_target,
+    state_gap,
+)
 from support.cpu import for_cpu
 from support.toy import write_byte_tokenizer
 from target import Target
 from their_models import COMMON, FULL, GDN, LINEAR, QSA, SPARSE, theirs_saved, transformers
-from tree import build_tree, causal_view
+from tree import build_tree, causal_mask, causal_view
 
 # ------------------------------------------------------------------------- against transformers
 
@@ -360,6 +377,89 @@ def test_attention_equals_head_by_head(N, num_key_heads):
     assert (attention(q, kv, mask) - slow_attention(q, kv, mask)).abs().max() < 1e-5
     one_less = slow_attention(*random_attention(2, N, 12, 6, num_key_heads, 8, 7))
     assert (attention(q, kv, mask) - one_less).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("N", [2, 5])
+@pytest.mark.parametrize("num_key_heads", [1, 3, 6])
+def test_later_tokens_of_a_text_see_all_that_came_before(N, num_key_heads):
+    q, kv, _ = random_attention(2, N, 12, 6, num_key_heads, 8, 7)
+    mask = causal_mask(12 - N, N).expand(2, 1, N, 12)
+    expected = slow_attention(q, kv, mask)
+    torch.testing.assert_close(attention(q, kv, None), expected)
+    assert (attention(q, kv[:, 1:], None) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("N", [1, 5])
+@pytest.mark.parametrize("num_key_heads", [1, 3, 6])
+def test_heads_treated_as_tokens_give_the_same_attention(N, num_key_heads):
+    q, kv, mask = random_attention(2, N, 12, 6, num_key_heads, 8, 7)
+    expected = slow_attention(q, kv, mask)
+    torch.testing.assert_close(attention_by_key_head(q, kv, mask), expected)
+
+
+# ------------------------------------------------------------------------- attention in blocks
+
+
+@pytest.fixture
+def flex_here(monkeypatch):
+    """Score trees by FlexAttention on a CPU, too, where it runs uncompiled."""
+    monkeypatch.setattr(model, "FLEX_DEVICES", ("cpu",))
+    monkeypatch.setattr(model, "FLEX_QUERIES", 1)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model.flex_agrees.cache_clear()
+    yield monkeypatch
+    model.flex_agrees.cache_clear()
+
+
+@PRIVATE_AND_MERGED
+@pytest.mark.parametrize("arch", ["gqa", "gdn"])
+def test_flexattention_equals_dense_masks_on_packed_trees(flex_here, arch, merge):
+    target = small_target(arch=arch)
+    masks = []
+    honest = model.attention_in_blocks
+    watched = lambda q, kv, mask: (masks.append(mask), honest(q, kv, mask))[1]  # noqa: E731
+    flex_here.setattr(model, "attention_in_blocks", watched)
+    for seed in range(3):
+        case = random_case(seed, 4)
+        tree = build_tree(*case, merge=merge)
+        trunk = target.prefill(*case[:2])
+        by_blocks = target.score(trunk, tree).node_hidden[tree.valid]
+        assert masks and len({id(mask) for mask in masks}) == (2 if seed == 0 else 1)
+        masks.clear()  # one for all layers, and one of the check before the first
+        with flex_here.context() as dense:
+            dense.setattr(model, "FLEX_DEVICES", ())
+            by_mask = target.score(trunk, tree).node_hidden[tree.valid]
+        assert not masks
+        torch.testing.assert_close(by_blocks, by_mask, atol=1e-5, rtol=0)
+
+
+def test_a_block_mask_is_the_dense_mask_of_its_tree():
+    for seed in range(6):
+        tree = build_tree(*random_case(seed, 4), merge=bool(seed % 2))
+        view = tree.view()
+        B, _, N, slots = view.mask.shape
+        sees = model.tree_block_mask(tree, view).mask_mod
+        dense = flex_attention.create_mask(sees, B, 1, N, slots, device="cpu")
+        assert torch.equal(dense[tree.valid[:, None]], view.mask[tree.valid[:, None]])
+        view.last_descendants[0, 0] += 1  # one node more below the first, and they differ
+        dense = flex_attention.create_mask(
+            model.tree_block_mask(tree, view).mask_mod, B, 1, N, slots, "cpu"
+        )
+        assert not torch.equal(dense, view.mask)
+
+
+def test_flexattention_that_fails_or_errs_is_left_alone(flex_here, capsys):
+    heads = (torch.device("cpu"), torch.float32, 4, 2, 16)
+    assert model.flex_agrees(*heads)
+    assert "by FlexAttention" in capsys.readouterr().out
+    honest = model.attention_in_blocks
+    for broken in (lambda q, kv, mask: honest(q, kv, mask) * 1.1, lambda *_: 1 / 0):
+        model.flex_agrees.cache_clear()
+        flex_here.setattr(model, "attention_in_blocks", broken)
+        assert not model.flex_agrees(*heads)
+        assert "by dense masks" in capsys.readouterr().out
+        target, case = small_target(), random_case(0, 2)
+        target.score(target.prefill(*case[:2]), build_tree(*case))  # and scoring goes on
 
 
 @pytest.mark.parametrize("keys_at_once", [model.GATHERED_KEYS, 20], ids=["at once", "in parts"])

@@ -321,6 +321,42 @@ def test_a_sampled_text_does_not_depend_on_its_batch(target, drafter):
         assert together != texts_of(generate(target, proposer, prompts, 30, PLAIN, seed=6))
 
 
+def settings_of_a_gpu(monkeypatch) -> list[int]:
+    """Rows leave when half have ended, attention sees multiples of 16 slots. -> after decoding, how
+    many rows went on each time that some left."""
+    prefill, select = serve.Batch._prefill, serve.Batch._select
+    sizes = []
+
+    def with_settings(batch, prompts):
+        batch.share_ended = 0.5
+        batch.slots_at_once = 16
+        prefill(batch, prompts)
+
+    def counted(batch, rows):
+        sizes.append(len(rows))
+        select(batch, rows)
+
+    monkeypatch.setattr(serve.Batch, "_prefill", with_settings)
+    monkeypatch.setattr(serve.Batch, "_select", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_that_leave_late_and_slots_in_multiples_change_no_result(
+    monkeypatch, arch, temperature
+):
+    target = small_target(arch=arch)
+    drafter = small_drafter(target)
+    prompts = random_prompts(8, seed=3)
+    request = (target, drafter, prompts, 30, Sampling(temperature), 5, {1})
+    expected = generate(*request)
+    assert len({result.num_rounds for result in expected}) > 2  # they end one after the other
+    sizes = settings_of_a_gpu(monkeypatch)
+    assert generate(*request) == expected
+    assert sizes[-1] == 0 and all(n <= before / 2 for before, n in zip([8, *sizes], sizes))
+
+
 def likely_alone(confidence_logits):
     """Verify drafts as long as each is likely to be accepted."""
     return (confidence_logits.sigmoid() > 0.5).cumprod(1).sum(1)

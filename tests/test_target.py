@@ -96,7 +96,7 @@ def test_packed_equals_alone_in_a_large_vocabulary():
 def late_state(monkeypatch):
     """A branch starts from the state one token behind its anchor."""
     honest = replay.replay_states
-    monkeypatch.setattr(replay, "replay_states", lambda past, at: honest(past, at + 1))
+    monkeypatch.setattr(replay, "replay_states", lambda past, at, _: honest(past, at + 1))
 
 
 def stale_tail(monkeypatch):
@@ -144,8 +144,8 @@ def test_a_late_state_a_cut_convolution_or_a_leaking_block_is_noticed(arch, dama
 def test_one_leaking_mask_element_is_noticed(target, seed, monkeypatch):
     honest = ProposalTree.view
 
-    def leaking(tree):
-        view = honest(tree)
+    def leaking(tree, **how):
+        view = honest(tree, **how)
         node = tree.valid[0].nonzero()[-1, 0]
         hidden_slots = (~view.mask[0, 0, node]).nonzero()
         view.mask[0, 0, node, hidden_slots[0, 0]] = True
@@ -336,6 +336,17 @@ def test_scoring_leaves_the_trunk_as_it_was(arch):
     assert torch.equal(first, second)
     for state, fresh in zip(trunk.states, target.prefill(tokens, lengths).states):
         assert all(torch.equal(state[name][:, :12], fresh[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scoring_without_keeping_gives_the_same_and_keeps_nothing(arch):
+    target = small_target(arch=arch)
+    case = random_case(2, 2)
+    tree = build_tree(*case)
+    trunk = target.prefill(*case[:2])
+    scored = target.score(trunk, tree, keep=False)
+    assert torch.equal(scored.hidden, target.score(trunk, tree).hidden)
+    assert scored.states == [] and scored.taps is None
 
 
 def one_branch(tokens, lengths):
