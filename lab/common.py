@@ -20,7 +20,7 @@ from hf.tokenizer import Tokenizer
 from serve import generate
 from support.cpu import for_cpu
 from support.data import draw_prompts, load_corpus
-from support.flags import DTYPES, dtype_of, flag, option_name
+from support.flags import DEVICE, DEVICE_TEXT, DTYPES, dtype_of, flag, option_name
 from target import Target
 
 
@@ -29,7 +29,7 @@ class LabConfig:
     target: str = flag("", "a target's folder")
     out: str = flag("runs/lab", "folder for summary.json")
     seed: int = flag(0, "of everything drawn")
-    device: str = flag("cpu", "cpu or cuda")
+    device: str = flag(DEVICE, DEVICE_TEXT)
     dtype: str = flag("", "empty: the type that the target's config names", choices=DTYPES)
 
 

@@ -2,7 +2,8 @@
 
 Both ways train the same drafter on texts of one length without stop tokens, at learning rate 0.
 Every step prefills its trunks. For each way: updates per second, supervised tokens per update,
-their product, the share of each stage, and on a GPU the share of time with a kernel running.
+their product, the share of each stage, and on a GPU the share of time with a kernel running, in one
+step more, whose rollouts are short: the profiler keeps every kernel.
 
     python -m lab throughput --target FOLDER --drafter FOLDER --num-anchors 64 --num-branches 1 2 4
     pytest tests/lab/test_commands.py
@@ -20,12 +21,13 @@ from drafter import PLAIN
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_pair, timed
 from serve import generate
 from support.data import References
-from support.flags import flag
+from support.flags import DTYPES, flag
 from support.optim import make_optimizers, optimizer_step
 from support.prepare import Trunks
 from train import Step, TrainConfig, gradient, next_batch
 
 ROLLOUTS = (1, 8, 32)  # decoded at once; there are as many texts as the last of them
+PROFILED_TOKENS = 64  # of a rollout
 SPEEDS = ("updates_per_s", "tokens_per_update", "tokens_per_s")
 
 
@@ -37,6 +39,7 @@ class Config(LabConfig):
     num_anchors: tuple = flag((64,), "SpecOPD: anchors of a text", kind=int, low=1)
     num_branches: tuple = flag((1, 2), "SpecOPD: branches of an anchor", kind=int, low=1)
     repeats: int = flag(7, "timed steps", low=1)
+    precision: str = flag(TrainConfig.precision, "the drafter's arithmetic", choices=DTYPES)
 
 
 class Workflows:
@@ -83,7 +86,8 @@ class Workflows:
 def both_ways(config: Config) -> dict[str, TrainConfig]:
     """Rollouts in batches of several sizes, and SpecOPD on one text at a time."""
     num_new = config.trunk_length - config.prompt_length
-    rollout = TrainConfig("rollout", seed=config.seed, response_length=num_new, num_greedy=0)
+    same = dict(seed=config.seed, device=config.device, precision=config.precision)
+    rollout = TrainConfig("rollout", response_length=num_new, num_greedy=0, **same)
     ways = {f"rollouts, {n} at once": replace(rollout, batch_size=n) for n in ROLLOUTS}
     specopd = replace(rollout, mode="specopd", batch_size=1)
     for A in config.num_anchors:
@@ -121,7 +125,8 @@ def measure_way(config: Config, workflows: Workflows, way: TrainConfig) -> dict:
     row["seconds"] = [duration for _, duration in steps]
     row["shares"] = workflows.stage_shares(way, config.repeats + 1)
     if config.device != "cpu":
-        row["kernel_share"] = kernel_share(lambda: [step(number) for number in numbers])
+        short = replace(way, response_length=min(way.response_length, PROFILED_TOKENS))
+        row["kernel_share"] = kernel_share(partial(workflows.step, short, config.repeats + 1))
     return row
 
 

@@ -4,11 +4,11 @@
 
 Every process has the drafter and takes every n-th sequence of a batch. Branches depend on seed,
 step and sequence alone, and a loss is a sum divided by a number of the whole batch, so the gradient
-is the same for any number of processes. The main process writes, prints and measures.
+is the same for any number of processes. The main process writes and prints; all measure.
 
 The target is whole on every process, or its layers are spread over all of them (FSDP2), and a layer
 is gathered while it runs. Then a layer can run only on all processes together, but they want it
-unequally often: rollouts end when they end, and one process measures AL. `Lockstep` solves this:
+unequally often: rollouts end when they end, and texts end when they end. `Lockstep` solves this:
 
     1. a process announces each call of the target; the others answer by joining the call
     2. a process that waits for the others (in `all_reduce_sum`) joins their calls on a dummy input
@@ -33,7 +33,7 @@ from hf.tensors import TABLE
 from target import Target
 from tree import causal_view
 
-TIMEOUT = datetime.timedelta(hours=2)  # the others wait while the main process measures
+TIMEOUT = datetime.timedelta(hours=2)  # the others wait while the main process prepares
 START_TIMEOUT = datetime.timedelta(seconds=50)  # until all processes have begun
 
 
@@ -77,7 +77,7 @@ def num_processes() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes, prints and measures."""
+    """Whether this is the process that writes and prints."""
     return rank() == 0
 
 
@@ -101,6 +101,14 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     x = x.detach().clone()
     dist.all_reduce(x)
     return x
+
+
+def share(tensors: list[Tensor]) -> None:
+    """Overwrite tensor number i on all processes by that of process i, for contiguous tensors.
+    As in backward(), no process may still need a spread target: `all_reduce_sum` sees to that."""
+    sent = [dist.broadcast(x, number, async_op=True) for number, x in enumerate(tensors)]
+    for message in sent:
+        message.wait()
 
 
 def gather_numbers(numbers: list[int]) -> list[list[int]]:
@@ -129,7 +137,9 @@ def data_parallel(module: nn.Module) -> nn.Module:
         return module
     barrier()
     device = next(module.parameters()).device
-    return DistributedDataParallel(module, [device] if device.type == "cuda" else None)
+    ids = [device] if device.type == "cuda" else None
+    # gradients lie in the messages' own memory: no second copy of them
+    return DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
 
 
 class Lockstep:

@@ -10,6 +10,10 @@ O(g, m) is roughly the orthogonal matrix nearest to a mix of g and m (Nesterov).
 torch.optim.Muon it has no weight decay, and on a CPU it works in float32, because bfloat16 is
 several times slower there.
 
+Processes that train one module have the same gradients and the same m, but each computes O of its
+own matrices alone and sends it to the others. So the result is that of one process, bit for bit,
+and a training state is whole on every process: a run may go on with another number of them.
+
     pytest tests/support/test_optim.py
 """
 
@@ -17,6 +21,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+
+from support import distributed
 
 WARMUP_STEPS = 20
 COOLDOWN = 0.3  # the last share of the steps, over which the rate falls to a tenth
@@ -47,11 +53,16 @@ def is_for_muon(name: str) -> bool:
     return key in MUON
 
 
+def arithmetic(matrix: Tensor) -> torch.dtype:
+    """The type that Newton-Schulz works in."""
+    return torch.float32 if matrix.is_cpu else torch.bfloat16
+
+
 def orthogonalized(matrix: Tensor) -> Tensor:
     """The nearest orthogonal matrix, roughly, by five Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    X = matrix.float() if matrix.is_cpu else matrix.bfloat16()
+    X = matrix.to(arithmetic(matrix))
     X = X.T if is_tall else X
     X = X / X.norm().clamp(min=1e-7)  # singular values of at most 1
     for _ in range(5):
@@ -68,18 +79,37 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, together: bool = False) -> None:
+        """Update the matrices; together: with all processes, which have the same gradients."""
+        size = distributed.num_processes() if together else 1
+        number = distributed.rank() if together else 0
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-                average = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonalized(matrix.grad.lerp(average, group["momentum"]))
-                num_rows, num_columns = matrix.shape
-                matrix.add_(update, alpha=-group["lr"] * math.sqrt(max(1, num_rows / num_columns)))
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            matrices.sort(
+                key=Tensor.numel, reverse=True
+            )  # what is worked on at once is of like sizes
+            for start in range(0, len(matrices), size):
+                part = matrices[start : start + size]  # process i works on part[i]
+                updates = [
+                    self._update(matrix, group["momentum"], is_own=number == i)
+                    for i, matrix in enumerate(part)
+                ]
+                if size > 1:
+                    distributed.share(updates)
+                for matrix, update in zip(part, updates):
+                    num_rows, num_columns = matrix.shape
+                    scale = math.sqrt(max(1, num_rows / num_columns))
+                    matrix.add_(update, alpha=-group["lr"] * scale)
+
+    def _update(self, matrix: Tensor, momentum: float, is_own: bool) -> Tensor:
+        """Move the matrix's average -> O of it and the gradient; if not its own, room for it."""
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        average = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+        if not is_own:
+            return torch.empty(matrix.shape, dtype=arithmetic(matrix), device=matrix.device)
+        return orthogonalized(matrix.grad.lerp(average, momentum)).contiguous()
 
 
 def make_optimizers(module: nn.Module, matrix_lr: float, lr: float) -> list:
@@ -104,8 +134,9 @@ def set_learning_rate(optimizers: list, step: int, num_steps: int, cooldown=COOL
             group["lr"] = group["full_lr"] * share
 
 
-def optimizer_step(optimizers: list) -> None:
-    """Update the parameters and drop their gradients."""
+def optimizer_step(optimizers: list, together: bool = False) -> None:
+    """Update the parameters and drop their gradients. together: see `Muon.step`."""
     for optimizer in optimizers:
-        optimizer.step()
+        how = {"together": together} if isinstance(optimizer, Muon) else {}
+        optimizer.step(**how)
         optimizer.zero_grad()

@@ -2,12 +2,13 @@
 end in one line with exit code 2. `pytest tests/lab/test_commands.py`"""
 
 import json
+import subprocess
 
 import pytest
 
 from lab.__main__ import COMMANDS
 from lab.common import StageClock, format_shares, median_time
-from lab.throughput import covered
+from lab.throughput import Config, both_ways, covered
 from small import ROOT, run
 
 
@@ -92,6 +93,12 @@ def test_throughput_counts_the_same_kind_of_tokens_on_both_sides(lab, folders, t
         assert ratio["tokens_per_s"] == pytest.approx(product) and name in rows
 
 
+def test_throughput_trains_where_and_in_what_precision_it_is_told():
+    ways = both_ways(Config(device="cuda", precision="bfloat16"))
+    assert len(ways) == 5
+    assert {(way.device, way.precision) for way in ways.values()} == {("cuda", "bfloat16")}
+
+
 def test_al_compares_drafters_by_task(lab, folders, tmp_path):
     tasks = write_tasks(tmp_path, sums=["1 + 1", "2 + 2"], long=["a" * 30], words=["abc", "d", "h"])
     drafter = folders / "drafter"
@@ -144,6 +151,14 @@ def test_the_picture_is_drawn(lab, tmp_path):
     assert code == 0 and "tree.png" in said, error
     assert (tmp_path / "tree.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_the_gpus_script_parses_and_leaves_a_folder_that_is_there_alone(tmp_path):
+    script = str(ROOT / "lab" / "gpu.sh")
+    assert subprocess.run(["sh", "-n", script]).returncode == 0
+    done = subprocess.run(["sh", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path} is there" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------- clocks

@@ -3,14 +3,19 @@ CPU."""
 
 import dataclasses
 import os
+import statistics
 
 import pytest
 import torch
 
 import replay
-from serve import generate
+from drafter import Drafter
+from lab.common import timed
+from model import attention
+from serve import Batch, Options, generate
 from small import ARCHS, DRAFTERS, small_drafter, small_target
 from small_runs import CONFIG, STOP, small_trunks, target_and_references
+from target import Target
 from train import Step, gradient, next_batch
 from tree import build_tree
 
@@ -102,3 +107,56 @@ def test_speculative_text_there_is_plain_text(arch):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     plain, drafted = (generate(target, proposer, prompts, 40) for proposer in (None, drafter))
     assert [r.tokens for r in plain] == [r.tokens for r in drafted]
+
+
+# ----------------------------------------------------------------------------- kernels of attention
+
+
+def attention_by_hand(q, kv, mask):
+    """q (B,N,H,D), kv (B,T,2,H_kv,D), mask (B,1,N,T) -> (B,N,H,D), in the type of q."""
+    groups = q.shape[2] // kv.shape[3]
+    k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in kv.unbind(2))
+    scores = q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5  # (B, H, N, T)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("length", [64, 128, 192, 320])
+def test_half_precision_attention_under_a_mask_has_the_gradient_of_the_formula(length):
+    """Also at lengths that are no multiple of a kernel's tile of 128."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((2, 96, 8, 64), (2, length, 2, 2, 64))
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE).bfloat16() for shape in shapes]
+    mask = torch.rand(2, 1, 96, length, generator=generator).to(DEVICE) < 0.3
+    mask[..., 0] = True
+    grads = []
+    for function, dtype in ((attention, torch.bfloat16), (attention_by_hand, torch.float32)):
+        q, kv = (x.detach().to(dtype).requires_grad_() for x in inputs)
+        out = function(q, kv, mask)
+        out.float().square().sum().backward()
+        grads.append(torch.cat([x.grad.float().flatten() for x in (q, kv)]))
+    near, exact = grads
+    error = ((near - exact).norm() / exact.norm()).item()
+    print(f"\n| gradient of attention to {length} keys, bfloat16 | relative error {error:.1e} |")
+    assert near.isfinite().all() and error < 0.02
+
+
+def seconds_of_rounds(target, drafter, length: int, count: int) -> list[float]:
+    """Decode after a prompt of `length` tokens; each round's text is longer than the last."""
+    prompt = [number % 20 for number in range(length)]
+    with torch.inference_mode():
+        batch = Batch(target, drafter, [prompt], [0], Options(8 * count))
+        return [timed(batch.round)[1] for _ in range(count)]
+
+
+def test_rounds_at_new_lengths_take_no_longer_than_at_known_ones():
+    """A kernel that is planned anew for every length would show here."""
+    shape = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    target = Target.toy("gqa", num_hidden_layers=4, **shape).to(DEVICE).bfloat16()
+    target.num_tokens = 258
+    drafter = Drafter.fresh(target, 2).to(DEVICE, torch.bfloat16)
+    seconds_of_rounds(target, drafter, 100, 2)  # warms up
+    new, known = (seconds_of_rounds(target, drafter, 200, 20) for _ in range(2))
+    ms = " ".join(f"{1e3 * seconds:.0f}" for seconds in new)
+    print(f"\n| decoding round, 20 new lengths, one after another | {ms} ms |")
+    assert statistics.median(new) < 3 * statistics.median(known)

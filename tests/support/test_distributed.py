@@ -64,6 +64,25 @@ def test_every_process_learns_every_processs_numbers():
     torch.multiprocessing.spawn(numbers_worker, (3, free_port()), nprocs=3)
 
 
+def memory_worker(number: int, size: int, port: int) -> None:
+    join_processes(number, size, port)
+    module = distributed.data_parallel(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)))
+    lists = [torch.full((2,), float(number)) for _ in range(size)]
+    distributed.share(lists)
+    assert [x.tolist() for x in lists] == [[n, n] for n in range(size)]
+    for _ in range(2):
+        module.zero_grad()
+        module(torch.full((1, 3), number + 1.0)).sum().backward()
+        assert all(p.grad._is_view() for p in module.parameters())  # of the messages' memory
+        assert all((p.grad == (size + 1) / 2).all() for p in module.parameters())
+    distributed.stop()
+
+
+@pytest.mark.slow
+def test_a_gradient_exists_once_and_tensors_are_shared_by_number():
+    torch.multiprocessing.spawn(memory_worker, (3, free_port()), nprocs=3)
+
+
 TEXT = torch.arange(36).view(2, 18) % 20
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from small import ARCHS, DRAFTERS, small_drafter, small_target
+from small import ARCHS, DRAFTERS, free_port, small_drafter, small_target
+from small_runs import join_processes
+from support import distributed, optim
 from support.optim import (
     ADAMW,
     MUON,
@@ -90,3 +92,62 @@ def test_muon_is_torchs_own_run_in_float32_bit_for_bit():
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
         assert all(p.grad is None for p in ours)
     assert torch.equal(unused, torch.ones(2, 2))
+
+
+# ------------------------------------------------------------------------------- several processes
+
+SHAPES = ((8, 8), (12, 5), (5, 12), (1, 7), (9, 4))
+
+
+def steps_of_muon(steps: range, state: dict | None = None) -> dict:
+    """Train five matrices, on from a state if there is one -> the state after the last step."""
+    generator = torch.Generator().manual_seed(99)
+    matrices = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    muon = Muon(matrices, lr=0.01)
+    if state:
+        muon.load_state_dict(state["muon"])
+        for matrix, values in zip(matrices, state["matrices"]):
+            matrix.data.copy_(values)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape, generator=generator)
+        optimizer_step([muon], together=True)
+    return {"matrices": [matrix.detach() for matrix in matrices], "muon": muon.state_dict()}
+
+
+def assert_same_state(state: dict, wanted: dict) -> None:
+    for matrix, exact in zip(state["matrices"], wanted["matrices"], strict=True):
+        assert torch.equal(matrix, exact)
+    rows, exact_rows = (x["muon"]["state"] for x in (state, wanted))
+    assert rows.keys() == exact_rows.keys() == set(range(len(SHAPES)))
+    for number, row in rows.items():
+        assert torch.equal(row["momentum_buffer"], exact_rows[number]["momentum_buffer"])
+
+
+def muon_worker(number: int, size: int, port: int, steps: range, folder) -> None:
+    join_processes(number, size, port)
+    computed = []
+    alone = optim.orthogonalized
+    optim.orthogonalized = lambda matrix: computed.append(matrix.shape) or alone(matrix)
+    path = folder / "state.pt"
+    state = torch.load(path) if path.is_file() else None
+    distributed.barrier()  # nobody writes before all have read
+    state = steps_of_muon(steps, state)
+    assert len(computed) == len(steps) * len(range(number, len(SHAPES), size))
+    torch.save(state, folder / f"{size} {number}.pt")
+    if number == size - 1:  # any process's state serves
+        torch.save(state, path)
+    distributed.stop()
+
+
+@pytest.mark.slow
+def test_muon_spread_over_two_then_three_processes_is_muon_on_one_bit_for_bit(tmp_path):
+    for size, steps in ((2, range(3)), (3, range(3, 5))):
+        arguments = (size, free_port(), steps, tmp_path)
+        torch.multiprocessing.spawn(muon_worker, arguments, nprocs=size)
+        for number in range(size):
+            state = torch.load(tmp_path / f"{size} {number}.pt")
+            assert_same_state(state, steps_of_muon(range(steps.stop)))
+    state = torch.load(tmp_path / "state.pt")
+    assert_same_state(steps_of_muon(range(5, 6), state), steps_of_muon(range(6)))  # and on one
