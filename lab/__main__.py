@@ -19,8 +19,8 @@ from support.files import write_json
 from support.flags import parse_flags, run_command
 
 COMMANDS = (
-    "al claims confidence hf picture plan references replay report speed throughput tree".split()
-)
+    "al claims confidence hf picture plan references replay report roofline speed throughput tree"
+).split()
 
 
 def main():

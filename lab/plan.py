@@ -1,13 +1,16 @@
 """The memory that a training run needs on every GPU, by purpose, from shapes alone.
 
-The target is built on the meta device, from a config.json or one of sizes.json. Weights, optimizer
-and trunks are exact. Temporary tensors are estimated and marked ~: a tree with no node merged or
+The target is built on the meta device, from a config.json (of a folder, or fetched from a hub) or
+one of sizes.json. Each plan ends with the whole command to paste. Weights, optimizer and trunks are
+exact. Temporary tensors are estimated and marked ~: a tree with no node merged or
 cut short, activations, masks, logits, gathered layers.
 
     python -m lab plan --target 27B --drafter-kind dflash2 --draft-layers 5 --batch-size 16
     pytest tests/lab/test_plan.py
 """
 
+import dataclasses
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +18,19 @@ from pathlib import Path
 import torch
 
 import replay
-from drafter import BLOCKS_AT_ONCE, Drafter, DrafterConfig, drafter_class
+from drafter import (
+    BLOCKS_AT_ONCE,
+    CHUNK_COPIES,
+    CHUNK_SHARE,
+    GPU_CHUNK_ELEMENTS,
+    Drafter,
+    DrafterConfig,
+    drafter_class,
+)
 from hf.files import read_json
 from hf.tensors import TABLE, tensor_files
-from loss import CHUNK_ELEMENTS
 from model import ModelConfig
-from support.flags import flag
+from support.flags import flag, option_name, precision_of, unmet_needs
 from support.optim import make_optimizers
 from support.prepare import fresh_drafter
 from target import PREFILL_TOKENS, Target
@@ -28,7 +38,6 @@ from train import TrainConfig, objective_of
 
 GIB = 2**30
 BF16_BYTES = 2  # bytes of a number in bfloat16, the target's type
-LOGIT_COPIES = 10  # of a chunk at once: logits, p, q, their minimum, the gradients
 USABLE = 0.9  # share of a GPU's memory that may be planned with
 ON_POLICY = ("specopd", "story")
 SIZES = ("num_references", "response_length")  # needed, from whatever file references will come
@@ -78,13 +87,16 @@ def drafter_bytes(drafter: Drafter, config, num_gpus: int) -> dict[str, int]:
         for group in optimizer.param_groups:
             trained = sum(p.numel() for p in group["params"] if p.requires_grad)
             remembered[type(optimizer).__name__] += trained
+    largest = max(p.numel() for p in drafter.parameters() if p.requires_grad)
     sizes = {
         "drafter's weights": 4 * count,
         # the buckets of DistributedDataParallel stand beside them
         "drafter's gradients": 4 * remembered.total() * (2 if num_gpus > 1 else 1),
         "optimizer": 8 * remembered["AdamW"] + 4 * remembered["Muon"],
+        # its mix with the gradient in float32, and two copies and a square in bfloat16
+        "~ optimizer at work": 10 * largest if remembered["Muon"] else 0,
     }
-    if config.precision == "bfloat16":
+    if precision_of(config) == "bfloat16":
         sizes["drafter's weights in bfloat16"] = 2 * count
     return sizes
 
@@ -103,17 +115,27 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     node -= trunk_bytes(c, 1, 0, BF16_BYTES)["recurrent states"]
     # of one layer at a time: gathered, decayed, and the result
     states = 3 * replay.state_bytes(c) if c.hybrid and on_policy else 0
+    # on a GPU a masked kernel reads keys and values once for every query head
+    is_grouped = c.num_key_value_heads < c.num_attention_heads and on_policy
+    repeated = 2 * BF16_BYTES * c.num_attention_heads * c.head_dim * is_grouped
     token_in_layer = (6 * c.hidden_size + 3 * wide) * BF16_BYTES
     return {
         "~ tree: what it keeps": B * num_nodes * node,
         "~ tree: a layer at work": B * num_nodes * token_in_layer,
         "~ tree: states at anchors": B * A * states,
         "~ tree: its mask": B * num_nodes * (T + num_nodes) * (1 + BF16_BYTES),
+        "~ tree: keys of every head": B * (T + num_nodes) * repeated,
         "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS) * token_in_layer,
         "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * BF16_BYTES,
-        "~ logits, a chunk": 4 * CHUNK_ELEMENTS * LOGIT_COPIES,
+        "~ logits, a chunk": 4 * chunk_logits(config, B * A * K * W * c.vocab_size) * CHUNK_COPIES,
         **graph_bytes(drafter, config, B, T),
     }
+
+
+def chunk_logits(config, num_logits: int) -> int:
+    """Of so many logits, those that are worked on at once: `drafter.chunk_elements` on this GPU."""
+    memory = config.gpu_gib * GIB
+    return min(num_logits, GPU_CHUNK_ELEMENTS, int(memory * CHUNK_SHARE) // (4 * CHUNK_COPIES))
 
 
 def num_p_rows(drafter: Drafter, config) -> int:
@@ -128,7 +150,7 @@ def graph_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     """Estimates of what the drafter's layers keep for the backward pass, logits aside. In bfloat16
     residuals, norms and their inputs stay float32, and every matrix has a copy of its input."""
     d, A = drafter.config, config.num_anchors
-    is_bfloat16 = config.precision == "bfloat16"
+    is_bfloat16 = precision_of(config) == "bfloat16"
     b, num_taps = d.block_size, len(d.target_layer_ids)
     itemsize = 2 if is_bfloat16 else 4
     C, wide = d.layers.hidden_size, d.layers.intermediate_size
@@ -182,23 +204,50 @@ def bytes_needed(target: Target, drafter: Drafter, config, num_gpus, B: int, sha
     return weights | drafter_bytes(drafter, config, num_gpus) | trunks | moment
 
 
+def config_path(name: str) -> Path:
+    """The config.json of a folder, or of a hub's OWNER/NAME, of which only this file is fetched."""
+    path = Path(name) / "config.json"
+    if Path(name).is_dir() or name.count("/") != 1 or name.startswith((".", "/")):
+        return path
+    fetch = f"hf download {name} config.json --local-dir FOLDER"
+    try:
+        import huggingface_hub
+
+        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
+    except ImportError:
+        needs = f"as a hub's name it needs: pip install huggingface_hub, or {fetch}"
+        raise FileNotFoundError(f"{name} is no folder here; {needs}") from None
+    except Exception as error:  # the hub's client raises many kinds
+        raise FileNotFoundError(f"{name} is no folder, and no hub gave it: {error}") from None
+
+
+def config_of(name: str) -> dict:
+    """The config of a size, a folder or a hub's name."""
+    published = read_json(Path(__file__).with_name("sizes.json"))
+    if name in published:
+        return published[name]
+    path = config_path(name) if name else Path()
+    if path.is_file():
+        return read_json(path)
+    sizes = ", ".join(published)
+    raise ValueError(
+        f"plan: --target {name or '(none)'} is no folder with a config.json, no hub's OWNER/NAME, "
+        f"nor of {sizes}"
+    )
+
+
 def build_on_meta(config) -> tuple[Target, Drafter]:
     """Target and drafter of the right shapes, without any numbers."""
-    published = read_json(Path(__file__).with_name("sizes.json"))
-    path = Path(config.target) / "config.json"
-    if config.target not in published and not (config.target and path.is_file()):
-        sizes = ", ".join(published)
-        raise ValueError(f"plan: --target {config.target or '(none)'} is no folder, nor of {sizes}")
-    config_dict = published.get(config.target) or read_json(path)
+    config_dict = config_of(config.target)
     if "block_size" in config_dict:
         raise ValueError(f"plan: {config.target} holds a drafter, not a target")
     with torch.device("meta"):
         target = Target(ModelConfig.from_dict(config_dict, config.target)).requires_grad_(False)
         if not config.drafter:
-            return target, fresh_drafter(config, target, max(0, config.mask_token_id))
+            return target, fresh_drafter(config, target, 0)
         folder = Path(config.drafter)
         names = tensor_files(folder) if any(folder.glob("*.safetensors")) else ()
-        path = folder / "config.json"
+        path = config_path(config.drafter)
         fields = DrafterConfig.from_dict(read_json(path), str(path), names)
         return target, drafter_class(fields)(fields, target)
 
@@ -218,24 +267,45 @@ def largest_fit(target, drafter, config, num_gpus: int) -> dict:
     return {"fits": False, "bytes": sizes}
 
 
-def train_command(config, num_gpus: int, plan: dict) -> str:
+def planned_flags(config, num_gpus: int, plan: dict) -> dict:
+    """The fields of a planned run that the plan decides."""
     B = plan["sequences"]
     share = config.batch_size // num_gpus
     parts = range(1, share + 1) if config.batch_size % num_gpus == 0 else ()
     grad_accum = next((n for n in parts if share % n == 0 and share // n <= B), 1)
-    batch = min(B * num_gpus, config.num_references // num_gpus * num_gpus)
-    flags = [f"--batch-size {max(num_gpus, batch)}"]
-    if grad_accum > 1:
-        flags = [f"--batch-size {config.batch_size} --grad-accum {grad_accum}"]
-    optional = {
-        "--shard-target --references FILE": plan["sharded"],
-        f"--precision {config.precision}": config.precision != "float32",
-        "--recompute": config.recompute,
-        "--cache-gib 0": "trunks of all references" not in plan["bytes"],
-    }
-    flags += [name for name, is_needed in optional.items() if is_needed]
-    start = f"torchrun --nproc_per_node={num_gpus}" if num_gpus > 1 else "python"
-    return f"{start} train.py --device cuda --dtype bfloat16 {' '.join(flags)} ..."
+    batch = max(num_gpus, min(B * num_gpus, config.num_references // num_gpus * num_gpus))
+    decided = {"device": "cuda", "dtype": "bfloat16", "out": "runs/mine"}
+    decided |= {"grad_accum": grad_accum, "shard_target": plan["sharded"]}
+    decided["batch_size"] = config.batch_size if grad_accum > 1 else batch
+    if plan["sharded"] and not config.references:
+        decided["references"] = "references.safetensors"
+    if "trunks of all references" not in plan["bytes"]:
+        decided["cache_gib"] = 0.0
+    if not Path(config.target).exists() and "/" not in config.target:  # one of sizes.json
+        decided["target"] = "FOLDER"
+    return decided
+
+
+def train_command(config, num_gpus: int, plan: dict) -> str:
+    """The command of a planned run: every flag that differs from train.py's defaults."""
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    values = {name: getattr(config, name) for name in names}
+    planned = TrainConfig(**values | planned_flags(config, num_gpus, plan))
+    words = ["python"] if num_gpus == 1 else ["torchrun", f"--nproc_per_node={num_gpus}"]
+    words.append("train.py")
+    ignored = unmet_needs(planned)
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(planned, field.name)
+        if value == field.default or field.name in ignored:
+            continue
+        option = option_name(field.name)
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [option, *map(str, value)]
+        else:
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 def run(config: Config) -> dict:
@@ -264,5 +334,6 @@ def run(config: Config) -> dict:
         print(f"{title}: {plan['sequences']} sequences at once on each, {gib}")
         for name, size in plan["bytes"].items():
             print(f"  {name:30s} {size / GIB:8.2f} GiB")
-        print(f"  {train_command(config, num_gpus, plan)}")
+        plan["command"] = train_command(config, num_gpus, plan)
+        print(f"  {plan['command']}")
     return figures

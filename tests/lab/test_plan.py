@@ -2,14 +2,21 @@
 tests/lab/test_plan.py`"""
 
 import dataclasses
+import importlib
+import re
+import shlex
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train as training
 from drafter import Drafter
 from hf.drafters import ARCHITECTURES
 from lab import plan
-from small import ARCHS, DRAFTERS, small_drafter
+from serve import ServeConfig
+from small import ARCHS, DRAFTERS, ROOT, small_drafter
 from small_runs import CONFIG, STOP, target_and_references
 from support.flags import parse_flags
 from support.optim import make_optimizers, optimizer_step
@@ -149,7 +156,7 @@ def test_a_batch_that_does_not_fit_is_planned_in_parts(capsys):
     config = plan_config(response_length=1536, batch_size=64, precision="bfloat16")
     figures = plan.run(config)
     said, B = capsys.readouterr().out, figures["1"]["sequences"]
-    assert B < 64 and f"--batch-size 64 --grad-accum {64 // B} --precision bfloat16" in said
+    assert B < 64 and f"--precision bfloat16 --grad-accum {64 // B} --cache-gib 0" in said
     waiting = (64 - B) * 2 * 4096 * (5 * (64 + 1536) + 64 * 2 * 8)
     assert figures["1"]["bytes"]["blocks of the other parts"] == waiting
     assert "blocks of the other parts" not in figures["8"]["bytes"]  # 8 each, at once
@@ -202,3 +209,100 @@ def test_a_target_that_fits_is_left_whole(capsys):
 def test_what_cannot_be_planned_is_named(changes, error, word):
     with pytest.raises(error, match=word):
         plan.run(plan_config(**changes))
+
+
+# ------------------------------------------------------------------- the commands of the documents
+
+
+def documents() -> dict[str, list]:
+    """{file: blocks of code}, each a list of commands, and those as words."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = {}
+    for file in files:
+        texts = re.findall(r"^```\n(.*?)^```", file.read_text(), re.M | re.S)
+        lines = [text.replace("\\\n", " ").splitlines() for text in texts]
+        blocks[file.name] = [[words(line) for line in block] for block in lines]
+    return blocks
+
+
+def words(line: str) -> list[str]:
+    """A command's words, without what starts several processes and without a remark."""
+    command = re.sub(r"\s{2,}\(.*\)$", "", line.split("&&")[-1])
+    found = shlex.split(command) if command.count("'") % 2 == 0 else []
+    if found[:1] == ["torchrun"]:
+        found = ["python", *[word for word in found[1:] if "--nproc" not in word]]
+    return found
+
+
+def config_of_command(command: list[str], monkeypatch):
+    """What a command's own flags make of it; None for a command that is not ours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if command[:2] == ["python", "train.py"]:
+        presets = getattr(training, "PRESETS", {"smoke": training.SMOKE})
+        return parse_flags(TrainConfig, "", command[2:], presets=presets)
+    if command[:2] == ["python", "serve.py"] and command[2:]:
+        return parse_flags(ServeConfig, "", command[2:])
+    if command[:3] == ["python", "-m", "lab"] and command[3:]:
+        config_class = importlib.import_module(f"lab.{command[3]}").Config
+        return parse_flags(config_class, "", command[4:])
+    return None
+
+
+@pytest.mark.parametrize("file", documents())
+def test_every_command_of_a_document_has_flags_that_its_program_knows(file, monkeypatch):
+    commands = [command for block in documents()[file] for command in block]
+    configs = [config_of_command(command, monkeypatch) for command in commands]
+    ours = [c for c in commands if c[:2] == ["python", "train.py"] or c[1:3] == ["-m", "lab"]]
+    assert sum(config is not None for config in configs) >= len(ours)
+
+
+def test_a_flag_that_no_program_knows_is_noticed(monkeypatch):
+    with pytest.raises(SystemExit):
+        config_of_command(["python", "train.py", "--num-anchor", "8"], monkeypatch)
+
+
+@pytest.mark.parametrize("file", ["README.md", "scale.md"])
+def test_a_command_below_a_plan_is_one_that_the_plan_printed(file, monkeypatch, capsys):
+    checked = 0
+    for block in documents()[file]:
+        if not any(command[:4] == ["python", "-m", "lab", "plan"] for command in block):
+            continue
+        printed = []
+        for command in block:
+            config = config_of_command(command, monkeypatch)
+            if isinstance(config, plan.Config):
+                figures = plan.run(config)
+                printed += [words(figures[n]["command"]) for n in ("1", "8")]
+            elif isinstance(config, TrainConfig):
+                assert config in [config_of_command(c, monkeypatch) for c in printed], command
+                checked += 1
+    assert checked
+
+
+def test_a_printed_command_has_every_flag_that_differs_from_the_defaults(monkeypatch):
+    flags = dict(
+        seed=3, num_greedy=0, merge=False, branch_temperature=0.5, corpus="my prompts.jsonl"
+    )
+    config = plan_config(**flags, batch_size=8, num_references=64)
+    command = plan.run(config)["1"]["command"]
+    run = config_of_command(words(command), monkeypatch)
+    assert {name: getattr(run, name) for name in flags} == flags
+    assert run.target == "FOLDER" and run.num_anchors == 64 and run.device == "cuda"
+
+
+def test_of_a_hubs_name_the_config_alone_is_fetched(tmp_path, monkeypatch):
+    Target.toy("gqa", 0).save_pretrained(tmp_path)
+    fetched = []
+
+    def hf_hub_download(name, file):
+        fetched.append((name, file))
+        return str(tmp_path / file)
+
+    hub = SimpleNamespace(hf_hub_download=hf_hub_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    figures = plan.run(plan.Config(mode="specopd", target="owner/name"))
+    assert fetched == [("owner/name", "config.json")]
+    assert "--target owner/name" in figures["1"]["command"]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
+    with pytest.raises(FileNotFoundError, match="hf download owner/name config.json"):
+        plan.run(plan.Config(mode="specopd", target="owner/name"))
