@@ -31,9 +31,9 @@ was stopped goes on.
 """
 
 import contextlib
+import itertools
 import json
 import math
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -46,24 +46,30 @@ from tqdm import tqdm
 from drafter import Drafter, Sampling
 from hf.drafters import ARCHITECTURES, MARKOV_HEADS
 from hf.files import read_json
-from loss import CE_DECAY, DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
+from loss import DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
 from serve import generate, lesson_models
 from support import distributed, resume
+from support.cpu import sent
 from support.data import References
 from support.files import locked, write_json
 from support.fingerprint import fingerprint, fingerprints, weights_fingerprint
 from support.flags import (
+    DEVICE,
+    DEVICE_TEXT,
     DTYPES,
     TEMPLATE_ARGS,
     Stopped,
     check_ranges,
     flag,
     parse_flags,
+    precision_of,
     run_command,
 )
+from support.log import TOOLS, check_installed, open_log, peak_memory_gib
 from support.measure import Measure, decoding_speed, format_gain, gain
 from support.optim import make_optimizers, optimizer_step, set_learning_rate
-from support.prepare import Trunks, batch_rows, prepare, start_drafter
+from support.partings import check_partings, format_partings
+from support.prepare import HeldOut, Trunks, batch_rows, decay_of, prepare, resolved, start_drafter
 from support.resume import check_same, stage
 from target import TOYS, Trunk
 from tree import build_tree, gather_slots, with_room
@@ -98,20 +104,26 @@ class TrainConfig:
     block_size: int = flag(0, "b of a fresh drafter; 0: such that W = 7", TRAINED, low=0)
     markov_head: str = flag("", "of dspark; empty: vanilla", TRAINED, choices=("", *MARKOV_HEADS))
     rank: int = flag(0, "width of the heads' tables; 0: 256, at most hidden_size", TRAINED, low=0)
-    mask_token_id: int = flag(-1, "MASK's row; -1: a spare one", TRAINED, low=-1)
+    mask_token_id: str = flag("", "MASK's row, or auto; empty: a spare one", TRAINED)
     references: str = flag(
         "", "file of references or of the target's chats; empty: new ones", TRAINED
     )
-    corpus: str = flag("", "text or JSONL prompts, file or folder; empty: Python's own", TRAINED)
+    corpus: str = flag("", "text or JSONL prompts, file or folder; toy: Python's own", TRAINED)
     chat_template_args: str = flag("", TEMPLATE_ARGS, TRAINED)
     skip_bad_lines: bool = flag(False, "leave bad JSONL lines out instead of stopping", TRAINED)
     num_references: int = flag(512, "how many to make", TRAINED, low=1)
-    prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", TRAINED, low=1)
-    response_length: int = flag(192, "tokens per response, at most", TRAINED, low=2)
+    prompt_length: int = flag(
+        64, "tokens per prompt (JSONL prompts: at most; 0: as long as they are)", TRAINED, low=0
+    )
+    response_length: int = flag(
+        192, "tokens per response, at most; 0: as the references", TRAINED, low=0
+    )
 
-    device: str = flag("cpu", "cpu or cuda", WHERE)
+    device: str = flag(DEVICE, DEVICE_TEXT, WHERE)
     dtype: str = flag("", "of the target; empty: what its config names", WHERE, choices=DTYPES)
-    precision: str = flag("float32", "the drafter's arithmetic", WHERE, choices=DTYPES[1:])
+    precision: str = flag(
+        "", "the drafter's arithmetic; empty: bfloat16 on cuda, else float32", WHERE, choices=DTYPES
+    )
     shard_target: bool = flag(False, "spread the target's layers over the processes", WHERE)
     grad_accum: int = flag(1, "parts of a batch, run one by one to save memory", WHERE, low=1)
     recompute: bool = flag(False, "run drafter layers again in the backward pass", WHERE)
@@ -129,7 +141,7 @@ class TrainConfig:
         1.0, "of branches, rollouts, p and q (0: greedy, with p and q at 1)", RECIPE, low=0
     )
     loss: str = flag("e2e_tv", "of every mode except ce", RECIPE, choices=LOSSES[1:])
-    ce_decay: float = flag(CE_DECAY, "gamma_0 of CE; 4 for W = 7, 7 for W = 15", RECIPE, low=0.01)
+    ce_decay: float = flag(0.0, "gamma_0 of CE; 0: 4 + 3 (W - 7) / 8, from W", RECIPE, low=0)
     # NOTE(paper): ours; the confidence loss's larger gradient would undo what E2E-TV gains
     detach_confidence: str = flag(
         "online",
@@ -142,17 +154,31 @@ class TrainConfig:
     lr: float = flag(1e-3, "AdamW's rate, for the rest", RECIPE, low=0)
 
     eval_every: int = flag(250, "steps between two measurements of AL", KEEPING, low=1)
-    eval_prompts: int = flag(96, "held-out prompts; while training a quarter", KEEPING, low=1)
+    eval_share: float = flag(
+        0.0, "of the time of training that measuring may take; 0: no limit", KEEPING, low=0
+    )
+    eval_prompts: tuple = flag(
+        (), "JSON Lines files to measure on, a task each; empty: held-out prompts", KEEPING
+    )
+    num_eval_prompts: int = flag(
+        96, "prompts (of each task) to measure on; while training a quarter", KEEPING, low=1
+    )
     eval_tokens: int = flag(128, "tokens decoded per prompt", KEEPING, low=2)
     save_every: int = flag(100, "steps between two training states", KEEPING, low=1)
     full_folder: bool = flag(
         False, "drafter folders hold the embedding and the head, too (DeepSpec wants them)", KEEPING
     )
     stop_after: int = flag(0, "stop at this step as if interrupted; 0: do not", KEEPING, low=0)
+    log_to: str = flag("", "send the log there, too", KEEPING, choices=("", *TOOLS))
 
     def __post_init__(self):
         check_ranges(self)
+        check_installed(self.log_to)
         Sampling(self.branch_temperature)  # names a temperature that cannot be
+        if not (self.mask_token_id in ("", "auto") or self.mask_token_id.isdecimal()):
+            raise ValueError(f"--mask-token-id {self.mask_token_id}: give an id or auto")
+        if self.response_length == 1:
+            raise ValueError("--response-length 1: at least 2 is needed, or 0: as the references")
         draws = self.makes_trees and self.branch_temperature > 0
         if draws and self.num_greedy >= self.num_branches:
             counts = f"--num-greedy {self.num_greedy} of --num-branches {self.num_branches}"
@@ -171,7 +197,11 @@ class TrainConfig:
         ("chat_template_args", "--target, which has a template", lambda c: c.target),
         ("num_references", "no --references", lambda c: not c.references),
         ("skip_bad_lines", "--corpus or --references", lambda c: c.corpus or c.references),
-        ("response_length", "no finished references, or --mode rollout", lambda c: c.writes_text),
+        (
+            "response_length",
+            "no finished references, or --mode rollout",
+            lambda c: c.writes_text or not c.response_length,
+        ),
         ("warm_steps", "--mode story", lambda c: c.mode == "story"),
         ("stop_after", "another --mode than story", lambda c: c.mode != "story"),
         ("num_anchors", "another --mode than rollout", lambda c: c.mode != "rollout"),
@@ -208,8 +238,8 @@ class TrainConfig:
 # Flags that may differ when a run goes on: they change where and how it runs, what is kept and
 # measured; except for rounding, they do not change what a step learns.
 FREE = """
-    out device save_every stop_after cache_gib eval_prompts eval_tokens shard_target grad_accum
-    recompute full_folder
+    out device save_every stop_after cache_gib eval_share eval_prompts num_eval_prompts eval_tokens
+    shard_target grad_accum recompute full_folder log_to
 """.split()
 
 SMOKE = dict(
@@ -224,10 +254,33 @@ SMOKE = dict(
     steps=10,
     num_anchors=8,
     eval_every=10,
-    eval_prompts=8,
+    num_eval_prompts=8,
     eval_tokens=24,
     draft_layers=1,
 )
+
+REAL = dict(  # docs/scale.md says why, value by value
+    prompt_length=0,
+    response_length=0,
+    dtype="bfloat16",
+    precision="bfloat16",
+    num_anchors=64,
+    num_branches=1,
+    num_greedy=0,
+    ce_decay=0.0,
+    num_eval_prompts=64,
+    eval_share=0.1,
+)
+CONTINUED = dict(matrix_lr=0.003, lr=3e-4)  # of a drafter that has learned already
+
+
+def real(flags: dict) -> dict:
+    """--preset real, beside the flags that are given."""
+    return REAL | (CONTINUED if flags.get("drafter") else {})
+
+
+RESOLVED = "ce_decay precision dtype matrix_lr lr num_anchors".split()
+PRESETS = {"smoke": SMOKE, "real": real}
 
 
 def objective_of(config: TrainConfig, drafter: Drafter) -> Objective:
@@ -244,10 +297,20 @@ def objective_of(config: TrainConfig, drafter: Drafter) -> Objective:
         terms,
         base_ce=config.mode == "ce" and kind == "dflash2",  # so that its candidates are good
         temperature=config.branch_temperature or 1.0,
-        decay=config.ce_decay,
+        decay=config.ce_decay or decay_of(drafter.config.num_draft_tokens),
         detach_confidence=when == "always" or when == "online" and config.mode != "ce",
-        bfloat16=config.precision == "bfloat16",
+        bfloat16=precision_of(config) == "bfloat16",
     )
+
+
+def tell_first_loss(config: TrainConfig, loss: float, num_tokens: int) -> None:
+    """Say why a fresh drafter's first loss may be far above that of guessing, ln V."""
+    guessing = math.log(num_tokens)
+    if config.mode == "ce" and not config.drafter and loss > 1.5 * guessing:
+        print(
+            f"a fresh drafter's first loss of {loss:.0f} is above ln V = {guessing:.1f}: "
+            "its logits are not yet scaled; it falls within the first steps"
+        )
 
 
 # ------------------------------------------------------------------------------ ways to make blocks
@@ -280,7 +343,7 @@ def until_stop(tokens: Tensor, stop_ids) -> Tensor:
     """Valid positions (…,W) of branches: up to and including the first stop token."""
     if not stop_ids:
         return torch.ones_like(tokens, dtype=torch.bool)
-    stops = torch.isin(tokens, torch.tensor(stop_ids, device=tokens.device)).long()
+    stops = torch.stack([tokens == i for i in stop_ids]).any(0).long()
     return stops.cumsum(-1) - stops == 0
 
 
@@ -314,7 +377,7 @@ def tree_blocks(
     valid = until_stop(proposal.tokens, stop_ids) & (anchors >= 0)[..., None, None]
     branches = torch.where(valid, proposal.tokens, -1)  # (B, A, K, W)
     tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches, config.merge)
-    p_hidden = drafter.target.score(trunk, tree).hidden[..., :W, :]  # (B, A, K, W, C)
+    p_hidden = drafter.target.score(trunk, tree, keep=False).hidden[..., :W, :]  # (B, A, K, W, C)
     unmerged = (valid.sum(-1) - 1).clamp(min=0).sum()
     counts = {"nodes": tree.valid.sum(), "unmerged": unmerged}
     hidden = proposal.hidden if proposal.hidden.requires_grad else None
@@ -407,7 +470,7 @@ def next_batch(config, drafter: Drafter, trunks: Trunks, step: int, stop_ids) ->
         shape = (config.num_anchors, config.num_branches, drafter.config.num_draft_tokens)
         spans = (references.prompt_lengths[rows], references.lengths[rows])
         anchors, uniforms = draw_anchors(config.seed, step, rows, *spans, shape)
-        anchors = anchors.to(device)
+        anchors = sent(anchors, device)
         if config.mode == "specopd":
             return tree_blocks(config, drafter, trunks(rows), anchors, uniforms, stop_ids)
         return text_blocks(config, drafter, trunks(rows), anchors, stop_ids)
@@ -438,8 +501,11 @@ def total_denominators(objective: Objective, parts: list[Blocks]) -> dict[str, T
     return dict(zip(objective.terms, distributed.all_reduce_sum(sum(each))))
 
 
-def gradient(config, step_module: nn.Module, drafter: Drafter, parts: list[Blocks]) -> dict:
-    """Leave the whole batch's gradient in the drafter -> figures of all parts and processes."""
+def gradient(
+    config, step_module: nn.Module, drafter: Drafter, parts: list[Blocks], max_norm=math.inf
+) -> dict:
+    """Leave the whole batch's gradient in the drafter, scaled down to a norm of max_norm if it is
+    larger -> figures of all parts and processes. The host waits for the device once, at the end."""
     num_processes = distributed.num_processes()
     # from here on no process needs the target's layers
     denominators = total_denominators(objective_of(config, drafter), parts)
@@ -451,15 +517,23 @@ def gradient(config, step_module: nn.Module, drafter: Drafter, parts: list[Block
             (value * num_processes).backward()  # data parallel averages; shares are to be summed
         part.hidden = None  # its graph is gone
         for name, x in (figures | {"loss": value.detach()}).items():
-            sums[name] = sums.get(name, 0.0) + torch.as_tensor(x, device=value.device).double()
+            if not isinstance(x, Tensor):  # new_full: a copy would make the host wait
+                x = value.new_full((), x, dtype=torch.double)
+            sums[name] = sums.get(name, 0.0) + x.double()
+    norm = nn.utils.clip_grad_norm_(drafter.parameters(), max_norm)
+    sums["grad_norm"] = norm.double() / num_processes  # it is the same on all
     return figures_of(all_reduce_dict(sums))
 
 
 def all_reduce_dict(sums: dict[str, Tensor]) -> dict:
-    """Each tensor's sum over all processes, in one message, as plain numbers and lists."""
+    """Each number's or vector's sum over all processes, in one message and one read, as a plain
+    number or list."""
     flat = torch.cat([x.flatten() for x in sums.values()])
-    totals = distributed.all_reduce_sum(flat).split([x.numel() for x in sums.values()])
-    return {name: t.view(x.shape).tolist() for (name, x), t in zip(sums.items(), totals)}
+    totals = iter(distributed.all_reduce_sum(flat).tolist())
+    return {
+        name: list(itertools.islice(totals, len(x))) if x.dim() else next(totals)
+        for name, x in sums.items()
+    }
 
 
 def figures_of(sums: dict) -> dict:
@@ -492,10 +566,15 @@ class Run:
     optimizers: list
     start: int = 0  # steps already done
     totals: dict = field(default_factory=dict)
+    unmeasured: dict | None = None  # the last step's record while its AL is due
 
-    def save(self, step: int) -> None:
+    def __post_init__(self):
+        self.end_request = resume.EndRequest(self.drafter.target.model)
+
+    def save(self) -> None:
         if distributed.is_main():
-            state = {"step": step, "made_with": self.made_with, "totals": self.totals}
+            state = {"step": self.totals["step"], "made_with": self.made_with}
+            state |= {"totals": self.totals, "unmeasured": self.unmeasured}
             state["drafter"] = self.drafter.state_dict()
             state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
             resume.save_training_state(self.out, state)
@@ -522,7 +601,8 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     step_module = distributed.data_parallel(Step(config, drafter))
     run = Run(config, drafter, trunks, measure, out, made_with, step_module, optimizers)
-    run.totals |= {"supervised": 0, "seconds": 0.0, "nodes": 0, "unmerged": 0, "best": {}}
+    zero = dict.fromkeys("step supervised seconds eval_seconds nodes unmerged".split(), 0)
+    run.totals |= zero | {"best": {}}
     measured_on = fingerprint([measure.prompts, measure.max_new_tokens])
     state = resume.load_training_state(out)
     wanted = {"step", "made_with", "totals", "drafter", "optimizers"}
@@ -537,6 +617,7 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
         resume.set_damaged_aside(state)
         resume.restore(state, drafter, optimizers)
         run.start = state["step"]
+        run.unmeasured = state.get("unmeasured")
         run.totals |= state["totals"]
         if run.totals["best"] and run.totals["measured_on"] != measured_on:
             print("AL is measured on other prompts from now on: the best drafter is sought anew")
@@ -544,30 +625,37 @@ def start_or_resume(config, drafter: Drafter, trunks: Trunks, measure: Measure, 
     elif (out / "model.safetensors").exists():
         raise ValueError(f"{out} holds a drafter without its training state: choose another --out")
     else:
-        run.save(0)
+        run.save()
     run.totals |= {"step": run.start, "measured_on": measured_on}
     if distributed.is_main():
-        resume.cut_log(out / "log.jsonl", run.start)
+        resume.cut_log(out / "log.jsonl", run.start - bool(run.unmeasured))
         write_json(out / "run.json", asdict(config))
     return run
 
 
 def one_step(run: Run, step: int) -> dict:
-    """Make blocks, learn from them -> what the log tells of the step."""
+    """Make blocks, learn from them -> what the log tells of the step. Where any process was asked
+    to end before it learns, the blocks are dropped and Stopped is raised."""
     config = run.config
     begin = time.perf_counter()
     set_learning_rate(run.optimizers, step, config.steps)
-    parts = next_batch(config, run.drafter, run.trunks, step, run.measure.stop_ids)
-    record = {"step": step + 1} | gradient(config, run.step_module, run.drafter, parts)
-    norm = nn.utils.clip_grad_norm_(run.drafter.parameters(), MAX_GRADIENT_NORM).item()
+    batch = (config, run.drafter, run.trunks, step, run.measure.stop_ids)
+    parts = run.end_request.run(lambda: next_batch(*batch))
+    how = (run.step_module, run.drafter, parts, MAX_GRADIENT_NORM)
+    record = {"step": step + 1} | gradient(config, *how)
+    norm = record["grad_norm"]
     if not (math.isfinite(norm) and math.isfinite(record["loss"])):
         stop_unsound(run, step, record["loss"], norm)
-    optimizer_step(run.optimizers)
-    run.totals["seconds"] += time.perf_counter() - begin
+    optimizer_step(run.optimizers, together=True)
+    for name, optimizer in zip(("lr", "matrix_lr"), run.optimizers):
+        record[name] = optimizer.param_groups[0]["lr"]
+    record["seconds"] = time.perf_counter() - begin
+    record["tokens_per_s"] = record["supervised"] / record["seconds"]
+    record["memory_gib"] = peak_memory_gib(run.drafter.fc.weight.is_cuda)
     run.totals["step"] = step + 1
-    for name in ("supervised", "nodes", "unmerged"):
+    for name in ("seconds", "supervised", "nodes", "unmerged"):
         run.totals[name] += record[name]
-    return record | {"grad_norm": norm}
+    return record
 
 
 def stop_unsound(run: Run, step: int, loss: float, norm: float) -> None:
@@ -581,70 +669,95 @@ def stop_unsound(run: Run, step: int, loss: float, norm: float) -> None:
     )
 
 
-def measure_and_keep_best(run: Run, step: int) -> dict:
+def measure_and_keep_best(run: Run) -> dict:
     """AL at both temperatures on a share of the prompts; the drafter of the best mean is kept."""
     target = run.drafter.target
+    step = run.totals["step"]
+    begin = time.perf_counter()
     als = {}
     for temperature in TEMPERATURES:
-        acceptance_lengths = run.measure(target, run.drafter, temperature, QUICK_SHARE)
-        als[f"al_t{temperature:g}"] = acceptance_lengths.mean
+        title = f"AL at temperature {temperature:g}, step {step}"
+        how = (temperature, QUICK_SHARE, title, run.end_request.run)
+        als[f"al_t{temperature:g}"] = run.measure(target, run.drafter, *how).mean
     run.totals |= als
+    run.totals["eval_seconds"] += time.perf_counter() - begin
     mean = sum(als.values()) / len(als)
     if mean > run.totals["best"].get("al", 0):
-        run.totals["best"] = {"step": step + 1, "al": mean}
-        run.drafter.save_pretrained(run.out / "best", full=run.config.full_folder)
-    return als
+        run.totals["best"] = {"step": step, "al": mean}
+        if distributed.is_main():
+            run.drafter.save_pretrained(run.out / "best", full=run.config.full_folder)
+    return als | {"al_source": run.measure.source}
 
 
 def train(config: TrainConfig, drafter: Drafter, trunks: Trunks, measure: Measure, out) -> dict:
     """Train the drafter in place by `config.mode`; everything of the run stands in `out`."""
     run = start_or_resume(config, drafter, trunks, measure, out)
-    is_main = distributed.is_main()
     end = min(config.steps, config.stop_after or config.steps)
-    steps = range(run.start, end)
-    how = dict(initial=run.start, total=config.steps, desc=f"{config.mode:8s}", disable=not is_main)
-    log_path = out / "log.jsonl" if is_main else os.devnull
-    als = {}
-    with (
-        tqdm(steps, **how) as bar,
-        open(log_path, "a", encoding="utf-8") as log,
-        resume.EndRequest() as request,
-    ):
-        for step in bar:
-            record = one_step(run, step)
-            is_due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
-            if is_main and is_due:
-                als = measure_and_keep_best(run, step)
-                record |= als
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-            show_progress(bar, run, record["loss"], als)
-            asked_to_end = end_requested(request)
-            if (step + 1) % config.save_every == 0 or step + 1 == end or asked_to_end:
-                run.save(step + 1)
-            if asked_to_end and step + 1 < end:
-                distributed.barrier()  # the main process may still measure, and then save
-                raise Stopped(
-                    f"asked to end: step {step + 1} of {config.steps} is saved in {out}, "
-                    "the same command goes on"
-                )
-    if is_main and end == config.steps:
-        finish(run)
-    distributed.barrier()
-    if request.received:  # in the last step: this run is done, what would follow is not wanted
-        raise Stopped(f"asked to end: {out} is done")
+    with log_of(run) as write, progress_bar(run) as bar, run.end_request:
+        try:
+            for step in range(run.start - bool(run.unmeasured), end):
+                record = run.unmeasured or one_step(run, step)
+                if step == 0:
+                    tell_first_loss(config, record["loss"], drafter.target.num_tokens)
+                show_progress(bar, run, record["loss"])
+                write_and_save(run, record, write, is_last=step + 1 == end)
+                show_progress(bar, run, record["loss"])
+        except Stopped:
+            if not run.unmeasured:  # else it is saved
+                run.save()
+            distributed.barrier()  # the main process saves
+            done = f"step {run.totals['step']} of {config.steps} is saved in {out}"
+            raise Stopped(f"asked to end: {done}, the same command goes on") from None
+        if distributed.is_main() and end == config.steps:
+            finish(run)
+        # in the last step: this run is done, what would follow is not wanted
+        run.end_request.check(f"asked to end: {out} is done")
     return run.totals
 
 
-def show_progress(bar, run: Run, loss: float, als: dict) -> None:
-    speed = run.totals["supervised"] / run.totals["seconds"]
-    shown = {name.replace("al_t", "AL@"): f"{al:.2f}" for name, al in als.items()}
-    bar.set_postfix({"loss": f"{loss:.3f}", **shown, "tokens/s": f"{speed:.0f}"})
+def write_and_save(run: Run, record: dict, write, is_last: bool) -> None:
+    """Log a step and save the run where that is due. Where AL is due the run is saved before, too:
+    if it is stopped or killed while it measures, it goes on by measuring again."""
+    config = run.config
+    step = record["step"]
+    if run.unmeasured or is_al_due(run, step):
+        if not run.unmeasured:
+            run.unmeasured = record
+            run.save()
+        record = record | measure_and_keep_best(run)
+    write(record)
+    if run.unmeasured or step % config.save_every == 0 or is_last:
+        run.unmeasured = None
+        run.save()
 
 
-def end_requested(request: resume.EndRequest) -> bool:
-    """Whether any process was asked to end; all get the same answer."""
-    return any(flag for (flag,) in distributed.gather_numbers([int(request.received)]))
+def is_al_due(run: Run, step: int) -> bool:
+    """Whether AL is measured after this step: after the last, and every --eval-every steps unless
+    measuring has had its --eval-share of the time so far. The main process's clock decides."""
+    share, totals = run.config.eval_share, run.totals
+    is_over = bool(share) and totals["eval_seconds"] > share * totals["seconds"]
+    is_due = step % run.config.eval_every == 0 and not distributed.gather_numbers([is_over])[0][0]
+    return is_due or step == run.config.steps
+
+
+def log_of(run: Run):
+    """A context that gives the function which logs a record."""
+    if not distributed.is_main():
+        return contextlib.nullcontext(lambda record: None)
+    return open_log(run.out, run.config.log_to, asdict(run.config))
+
+
+def progress_bar(run: Run) -> tqdm:
+    how = dict(initial=run.start, total=run.config.steps, disable=not distributed.is_main())
+    return tqdm(desc=f"{run.config.mode:8s}", **how)
+
+
+def show_progress(bar: tqdm, run: Run, loss: float) -> None:
+    totals = run.totals
+    als = {n.replace("al_t", "AL@"): f"{x:.2f}" for n, x in totals.items() if n[:4] == "al_t"}
+    speed = f"{totals['supervised'] / totals['seconds']:.0f}"
+    bar.set_postfix({"loss": f"{loss:.3f}", **als, "tokens/s": speed}, refresh=False)
+    bar.update(totals["step"] - bar.n)
 
 
 def finish(run: Run) -> None:
@@ -674,6 +787,8 @@ def story(config: TrainConfig, out: Path) -> None:
     begin = time.perf_counter()
     target, tokenizer, measure, references = prepare(config, out)
     drafters = {"fresh": start_drafter(config, target, tokenizer)}
+    config = resolved(config, references, drafters["fresh"])
+    print(f"AL is measured on {measure.source}")
     tap_ids = drafters["fresh"].config.target_layer_ids
     trunks = Trunks(target, references, tap_ids, config.cache_gib)
     runs = {"start": replace(config, mode="ce", steps=config.warm_steps)}
@@ -689,7 +804,7 @@ def story(config: TrainConfig, out: Path) -> None:
         for t in TEMPERATURES:
             lengths[name][t] = measure(target, drafter, t, share, f"AL of {name}")
     speeds = decoding_speed(target, drafters["specopd"], measure, count=32)
-    report(config, out, lengths, totals, speeds, time.perf_counter() - begin)
+    report(config, measure, out, lengths, totals, speeds, time.perf_counter() - begin)
 
 
 TITLES = {
@@ -701,7 +816,9 @@ TITLES = {
 }
 
 
-def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, seconds: float) -> None:
+def report(
+    config: TrainConfig, measure: HeldOut, out: Path, lengths, totals, speeds: dict, seconds: float
+) -> None:
     """Write the figures to summary.json and print them."""
     entries = {name: dict(totals.get(name, {})) for name in lengths}
     for name, entry in entries.items():
@@ -712,8 +829,8 @@ def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, second
                 entry[f"over_{base}_t{t:g}"] = gain(measured, lengths[base][t])
     summary = {"config": asdict(config), "rows": entries, "decoding": speeds, "seconds": seconds}
     write_json(out / "summary.json", summary)
-    size = f"{config.eval_prompts} held-out prompts x {config.eval_tokens} tokens"
-    print(f"\nAcceptance length, {size}, seed {config.seed}")
+    size = f"{config.eval_tokens} tokens each, seed {config.seed}"
+    print(f"\nAcceptance length on {measure.source}, {size}")
     print_table(entries, len(lengths["fresh"][0.0].rounds))
     specopd = entries["specopd"]
     over = [f"T = {t:g} {format_gain(specopd[f'over_ce_t{t:g}'])}" for t in TEMPERATURES]
@@ -723,15 +840,16 @@ def report(config: TrainConfig, out: Path, lengths, totals, speeds: dict, second
     plain = speeds["plain"]
     speculative = speeds["speculative"]
     line = f"greedy decoding, batch 1: plain {plain:.0f} tokens/s, speculative {speculative:.0f}"
-    if speeds["same_text"]:
-        print(f"{line}, the same text, {speculative / plain:.2f} times as fast")
-    else:
-        print(f"{line}; THE TEXTS DIFFER, so no speed-up is reported")
+    words = format_partings(speeds["partings"])
+    print(f"{line}, {speculative / plain:.2f} times as fast; {words}")
     print(f"{seconds:.0f} s in all. Figures: {out}/summary.json, and a log.jsonl per run. Next:")
     target = f"--target {config.target or f'{out}/target'}"
     print(f'  python serve.py {target} --drafter {out}/specopd --prompt "def main(" "import os"')
-    print(f"  python train.py --mode specopd {target} --drafter {out}/start --out runs/mine")
+    made = "" if config.references else f" --references {out}/references.safetensors"
+    command = f"python train.py --mode specopd {target}{made}"
+    print(f"  {command} --drafter {out}/start --out runs/mine")
     print(f"  python -m lab speed {target} --drafters {out}/specopd")
+    check_partings(speeds["partings"])
 
 
 def print_table(entries: dict, num_fresh: int) -> None:
@@ -763,7 +881,7 @@ def lesson() -> None:
     (response,) = generate(target, None, [prompt], 9, Sampling(1.0), seed=2)
     references = References.from_lists([prompt], [response.tokens], 0)
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib=1)
-    config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3)
+    config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3, device="cpu")
     print(f"the reference: prompt {prompt}, and {response.tokens}, which the target wrote")
     print("ids 10 (MASK) and 11 have q = 0, but some p, because the target is untrained")
     (blocks,) = next_batch(config, drafter, trunks, 0, ())
@@ -813,6 +931,10 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
         prepared = distributed.main_process_first(lambda: prepare(config, out))
         target, tokenizer, measure, references = prepared
     drafter = start_drafter(config, target, tokenizer)
+    config = resolved(config, references, drafter)
+    print(f"AL is measured on {quick_source(measure)}")
+    values = json.dumps({name: getattr(config, name) for name in RESOLVED})
+    print(f"{references.sizes()}; resolved: {values}")
     if not config.drafter and config.mode != "ce":
         print(
             "hardly any draft of a fresh drafter is accepted, and then E2E-TV has almost no "
@@ -824,26 +946,33 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
     is_main = distributed.is_main()
     distributed.stop()
     if is_main:
-        print_outcome(config, out, totals)
+        print_outcome(config, measure, out, totals)
 
 
-def print_outcome(config: TrainConfig, out: Path, totals: dict) -> None:
+def print_outcome(config: TrainConfig, measure: HeldOut, out: Path, totals: dict) -> None:
     print(json.dumps(totals))
     folder = out / config.mode
     if totals["step"] < config.steps:
         print(f"stopped at step {totals['step']} of {config.steps}; the same command goes on")
         return
     als = [f"{totals[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
-    print(f"{folder} is done: AL by temperature {', '.join(als)}, on some of the prompts.")
+    print(f"{folder} is done: AL by temperature {', '.join(als)}.")
     print(f"The best mean was at step {totals['best'].get('step')}: {folder / 'best'}. Next:")
     drafters = f"{config.drafter} {folder}".strip()
     print(f"  python -m lab speed --target {config.target or out / 'target'} --drafters {drafters}")
+    print(f"AL is measured on {quick_source(measure)}")
+
+
+def quick_source(measure: HeldOut) -> str:
+    """In words what an AL while training is of."""
+    count = max(8, int(len(measure.prompts) * QUICK_SHARE))
+    return f"the first {min(count, len(measure.prompts))} of {measure.source}"
 
 
 def main():
     if sys.argv[1:] == ["--lesson"]:
         return lesson()
-    config = parse_flags(TrainConfig, __doc__, presets={"smoke": SMOKE})
+    config = parse_flags(TrainConfig, __doc__, presets=PRESETS)
     config = replace(config, device=distributed.start(config.device))
     share = distributed.num_processes() * config.grad_accum
     if config.batch_size % share:
@@ -854,7 +983,8 @@ def main():
     out = Path(config.out)
     defaults = asdict(TrainConfig())
     changed = {name: value for name, value in asdict(config).items() if value != defaults[name]}
-    print(f"{config.mode} in {out}; what differs from --help's defaults: {json.dumps(changed)}")
+    where = f"{config.mode} in {out} on {config.device}"
+    print(f"{where}; what differs from --help's defaults: {json.dumps(changed)}")
     if config.mode == "story" and distributed.num_processes() > 1:
         raise ValueError("several processes go with one --mode, not with the story")
     with locked(out) if distributed.is_main() else contextlib.nullcontext():

@@ -12,11 +12,14 @@ FP8), complete, finite and of the right shape. Every stored tensor must be used,
 """
 
 import math
+import os
 import re
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from hf.config import FP8_BLOCK
 from hf.files import open_tensors, read_json
@@ -33,6 +36,7 @@ FP8 = torch.float8_e4m3fn
 OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 WHOLE = (...,)  # the region that is all of a tensor
 SMALL = 2**20  # bytes; a smaller tensor is copied, so that its file need not stay mapped
+LARGE = 2**29  # numbers; a module that is larger takes seconds to load
 
 
 def tensor_files(folder) -> dict[str, Path]:
@@ -271,9 +275,11 @@ def load_weights(module, folder, device="cpu", dtype=None, layout=flat_names, ti
     names = [name for name in sources if name not in shared]
     names.sort(key=lambda name: str(paths[sources[name][0][0]]))  # file after file
     tensors = {}
-    for name in names:
-        tensor = reader.assemble(name, sources[name], parameters[name])
-        tensors[name] = local_part(tensor, parameters[name])
+    with _loading_bar(folder, sum(parameters[name].numel() for name in names)) as bar:
+        for name in names:
+            tensor = reader.assemble(name, sources[name], parameters[name])
+            tensors[name] = local_part(tensor, parameters[name])
+            bar.update(parameters[name].numel())
     for name in parameters.keys() - tensors.keys() - shared.keys():  # scales of tables
         if tensors[name.removesuffix("_scale")].dtype == FP8:
             raise ValueError(f"{folder}: the table is FP8 and tensor {name} is missing")
@@ -282,6 +288,14 @@ def load_weights(module, folder, device="cpu", dtype=None, layout=flat_names, ti
         tensors[name] = tensors[other]
     module.load_state_dict(tensors, assign=True)
     return num_skipped
+
+
+def _loading_bar(folder, count: int) -> tqdm:
+    """A bar for what takes long, and on a terminal for all; on the first process alone."""
+    is_short = count < LARGE and not sys.stderr.isatty()
+    quiet = is_short or os.environ.get("RANK", "0") != "0"
+    how = dict(unit=" numbers", unit_scale=True, leave=False, disable=quiet)
+    return tqdm(total=count, desc=f"loading {Path(folder).name}", **how)
 
 
 def local_part(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from drafter import Sampling
 from lab.common import LabConfig, open_drafters, require
 from support.flags import TEMPLATE_ARGS, flag
 from support.measure import TaskMean, by_task, evaluate, format_gain, gain, read_tasks
+from support.partings import check_partings, format_partings, partings
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class Config(LabConfig):
     NEEDS = (("top_k top_p", "one of --temperatures above 0", lambda c: max(c.temperatures) > 0),)
 
 
-def task_row(results, plain, temperature: float) -> dict:
-    """The figures of one drafter on one task; `plain`: the same prompts without a drafter."""
+def task_row(results, plain, found: list[dict]) -> dict:
+    """The figures of one drafter on one task; `plain`: the same prompts without a drafter; found:
+    where greedy texts part."""
     speed = {"tokens_per_s": results.tokens_per_s, "plain_tokens_per_s": plain.tokens_per_s}
     row = {"al": results.mean, "interval": results.interval()} | speed
     row["repeated"] = results.repeated.mean().item()
-    row["same_text"] = temperature > 0 or results.texts == plain.texts
+    row |= {"same_text": not found, "partings": found}
     return row | {"survival": results.survival, "conditional": results.conditional}
 
 
@@ -48,11 +50,12 @@ def print_tasks(folder: str, rows: dict, mean: TaskMean, over_first: dict | None
     print("task          prompts     AL   95 % interval  repeated   tokens/s   plain    x")
     for task, row in rows.items():
         low, high = row["interval"]
-        ratio = f"{row['tokens_per_s'] / row['plain_tokens_per_s']:.2f}"
         line = f"{task[:14]:14s} {len(mean.tasks[task].rounds):6d} {row['al']:6.3f}   "
         line += f"[{low:.3f}, {high:.3f}] {row['repeated']:9.2f} {row['tokens_per_s']:10.1f} "
-        ratio = ratio if row["same_text"] else "THE TEXTS DIFFER"
+        ratio = f"{row['tokens_per_s'] / row['plain_tokens_per_s']:.2f}"
         print(f"{line}{row['plain_tokens_per_s']:7.1f}  {ratio}")
+        if row["partings"]:
+            print(f"  {format_partings(row['partings'])}")
     low, high = mean.interval()
     line = f"{'mean of tasks':21s} {mean.mean:6.3f}   [{low:.3f}, {high:.3f}]"
     print(line + (f"  over the first: {format_gain(over_first)}" if over_first else ""))
@@ -77,6 +80,7 @@ def run(config: Config) -> dict:
     warm_up = next(iter(tasks.values()))[:2]
     num_new = config.max_new_tokens
     figures = {folder: {} for folder in drafters}
+    all_found = []  # where greedy texts part
     for temperature in config.temperatures:
         sampling = Sampling(temperature, config.top_k, config.top_p)
         print(f"\ntemperature {temperature:g}, {num_new} tokens a prompt")
@@ -89,9 +93,15 @@ def run(config: Config) -> dict:
             mean = TaskMean(results)
             over_first = gain(mean, first) if first else None
             first = first or mean
-            rows = {task: task_row(results[task], plain[task], temperature) for task in tasks}
+            rows = {}
+            for task, prompts in tasks.items():
+                pair = (results[task].texts, plain[task].texts)
+                found = partings(target, prompts, *pair) if temperature == 0 else []
+                rows[task] = task_row(results[task], plain[task], found)
+                all_found += found
             print_tasks(folder, rows, mean, over_first)
             als = {task: row["al"] for task, row in rows.items()} | {"mean": mean.mean}
             row = {"al": als, "interval": mean.interval(), "over_the_first": over_first}
             figures[folder][f"t{temperature:g}"] = row | {"tasks": rows}
+    check_partings(all_found)
     return figures

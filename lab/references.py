@@ -3,6 +3,7 @@
 A response depends on the seed and on its prompt's number alone, so it is the same however the work
 is split or interrupted. A server is sent token ids and asked for token ids. If it returns text, a
 response is kept where the text, cut into tokens here, has as many as the server counted.
+Some prompts are held out: they are written into the file, and train.py measures AL on them.
 
     python -m lab references --target FOLDER --corpus prompts.jsonl --num-references 20000
     torchrun --nproc_per_node=8 -m lab references ...          each process makes every n-th part
@@ -30,7 +31,7 @@ from hf.files import read_json
 from lab.common import LabConfig, open_target, require
 from serve import generate
 from support import distributed
-from support.data import References, draw_prompts, load_corpus
+from support.data import References, draw_prompts, hold_out, load_corpus
 from support.files import locked, write_json
 from support.fingerprint import weights_fingerprint
 from support.flags import TEMPLATE_ARGS, flag
@@ -106,7 +107,9 @@ class Server:
 
     def write(self, prompts: list[list[int]], prompt_ids: list[int]) -> list:
         with ThreadPoolExecutor(self.config.api_requests) as pool:
-            return list(pool.map(self.respond, prompts, prompt_ids))
+            responses = pool.map(self.respond, prompts, prompt_ids)
+            how = dict(unit="text", leave=False, disable=not distributed.is_main())
+            return list(tqdm(responses, "part", len(prompts), **how))
 
     def respond(self, prompt: list[int], prompt_id: int) -> list[int] | None:
         """A response's token ids; None where its text cannot be turned back into them."""
@@ -155,6 +158,7 @@ def make_writer(config: Config, tokenizer):
 
     def write(prompts, prompt_ids):
         options = {"batch_size": config.part, "prompt_ids": prompt_ids}
+        options["progress"] = "part" if distributed.is_main() else ""
         return [r.tokens for r in generate(target, None, prompts, *how, **options)]
 
     return write, {"target": weights_fingerprint(target)}
@@ -169,11 +173,16 @@ def write_parts(config: Config, prompts: list, write) -> list:
     paths = [folder / f"{number:06d}.json" for number in range(len(parts))]
     missing = [number for number, path in enumerate(paths) if not path.is_file()]
     distributed.barrier()  # all have looked before anyone writes
-    for number in tqdm(
-        distributed.own_rows(missing), "references", unit="part", disable=not distributed.is_main()
-    ):
-        responses = write([prompts[i] for i in parts[number]], parts[number])
-        write_json(paths[number], {"responses": responses})
+    own = distributed.own_rows(missing)
+    most = config.response_length
+    how = dict(unit=" tokens", unit_scale=True, disable=not distributed.is_main())
+    with tqdm(total=sum(len(parts[n]) for n in own) * most, desc="references", **how) as bar:
+        for number in own:
+            responses = write([prompts[i] for i in parts[number]], parts[number])
+            write_json(paths[number], {"responses": responses})
+            num_tokens = sum(len(response or ()) for response in responses)
+            bar.total -= len(responses) * most - num_tokens
+            bar.update(num_tokens)
     distributed.barrier()
     responses = [r for path in paths for r in read_json(path).get("responses", [])]
     if len(responses) != len(prompts):
@@ -196,6 +205,10 @@ def write_references(config: Config, out: Path) -> dict | None:
     check_template_args(config, corpus.train)
     size = (config.num_references, config.prompt_length)
     prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
+    held_out = hold_out(corpus, tokenizer, config, prompts)
+    print(
+        f"on {config.device}: {len(prompts)} prompts, {len(held_out)} more held out for measuring"
+    )
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
     is_main = distributed.is_main()
@@ -209,8 +222,9 @@ def write_references(config: Config, out: Path) -> dict | None:
     pairs = [(prompt, r) for prompt, r in zip(prompts, responses) if r is not None]
     texts = ([prompt for prompt, _ in pairs], [response for _, response in pairs])
     references = References.from_lists(*texts, tokenizer.pad_id)
-    references.save(out / "references.safetensors", made_with)
+    references.save(out / "references.safetensors", made_with, held_out)
     figures = {"prompts": len(prompts), "references": len(references.lengths)}
+    figures["held_out"] = len(held_out)
     figures["dropped"] = len(prompts) - len(pairs)
     figures["response_tokens"] = int((references.lengths - references.prompt_lengths).sum())
     print(json.dumps(figures))

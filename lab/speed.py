@@ -1,7 +1,7 @@
 """Tokens per second of generation with and without drafters, by task and concurrency.
 
 At concurrency n, n prompts are decoded at once, by plain decoding and each drafter (the arms) in
-turn. At temperature 0 every text must be that of plain decoding, or no speed-up is given.
+turn. At temperature 0 every text must be that of plain decoding, but for near-ties of the target.
 At concurrency 1 a few prompts are decoded once more with the stages of their rounds timed.
 
     python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]
@@ -19,6 +19,7 @@ from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, o
 from serve import Batch, Options
 from support.flags import TEMPLATE_ARGS, flag
 from support.measure import evaluate, read_tasks
+from support.partings import check_partings, format_partings, partings
 
 NUM_WATCHED = 4  # prompts decoded with the stages timed
 STAGES = {name: name for name in "draft score verify commit retire".split()}  # of Batch.round
@@ -51,16 +52,29 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
         for name, drafter in arms.items():
             results[name].append(evaluate(target, drafter, *how, **options))
     row = {}
+    plain = results["off"][0].texts
     for name, repeats in results.items():
         speeds = [repeat.tokens_per_s for repeat in repeats]
         speed = {"tokens_per_s": statistics.median_high(speeds)}
         speed |= {"low": min(speeds), "high": max(speeds)}
-        same_text = config.temperature > 0 or repeats[0].texts == results["off"][0].texts
+        is_greedy = config.temperature == 0
+        found = partings(target, prompts, repeats[0].texts, plain) if is_greedy else []
         al = repeats[0].mean if arms[name] else 1.0
-        row[name] = speed | {"al": al, "same_text": same_text}
-        ratio = speed["tokens_per_s"] / row["off"]["tokens_per_s"]
-        row[name]["ratio"] = ratio if same_text else None
+        row[name] = speed | {"al": al, "same_text": not found, "partings": found}
+        row[name]["ratio"] = speed["tokens_per_s"] / row["off"]["tokens_per_s"]
     return row
+
+
+def print_task(task: str, row: dict) -> list[dict]:
+    """A line of all arms, and one for each whose texts part from plain decoding -> all partings."""
+    line = f"{task[:12]:12s}"
+    for arm in row.values():
+        line += f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {arm['ratio']:6.2f}x"
+    print(line)
+    for name, arm in row.items():
+        if arm["partings"]:
+            print(f"  {name[-26:]}: {format_partings(arm['partings'])}")
+    return [parting for arm in row.values() for parting in arm["partings"]]
 
 
 @torch.inference_mode()
@@ -95,7 +109,7 @@ def run(config: Config) -> dict:
     texts = f"temperature {config.temperature:g}, {config.max_new_tokens} tokens a prompt"
     machine = f"{config.device}, {torch.get_num_threads()} threads"
     print(f"{texts}, {machine}, medians of {config.repeats}; tokens/s (AL) x plain")
-    figures = {}
+    figures, all_found = {}, []
     for size in config.concurrency:
         print(f"\n{f'{size} at once':12s}" + "".join(f"{name[-26:]:>28s}" for name in arms))
         rows = {}
@@ -106,20 +120,16 @@ def run(config: Config) -> dict:
             whole_batches = min(len(prompts), config.num_prompts) // size
             prompts = prompts[: max(1, whole_batches) * size]
             rows[task] = measure_arms(config, target, arms, prompts, size, stop_ids)
-            line = f"{task[:12]:12s}"
-            for arm in rows[task].values():
-                ratio = f"{arm['ratio']:6.2f}x" if arm["same_text"] else " DIFFER"
-                line += f"{arm['tokens_per_s']:12.1f} ({arm['al']:.3f}) {ratio}"
-            print(line)
+            all_found += print_task(task, rows[task])
         means = {}
-        for name in arms:  # no mean where a text differs
+        for name in arms:
             ratios = [row[name]["ratio"] for row in rows.values()]
-            is_fair = ratios and None not in ratios
-            means[name] = statistics.geometric_mean(ratios) if is_fair else None
+            means[name] = statistics.geometric_mean(ratios) if ratios else None
         cells = (f"{mean:27.2f}x" if mean else f"{'-':>28s}" for mean in means.values())
         print("geom. mean  " + "".join(cells))
         figures[f"{size} at once"] = {"tasks": rows, "geometric_means": means}
         if size == 1:
             prompts = next(iter(tasks.values()))
             figures["1 at once"]["stages"] = print_stages(config, target, arms, prompts, stop_ids)
+    check_partings(all_found)
     return figures

@@ -28,6 +28,8 @@ from support.resume import check_same
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 NUM_PIECES = 64  # a single text file is cut into so many
+HELD_OUT = (64, 256)  # prompts held out: at least so many if there are enough, and at most
+ENOUGH = 4  # times as many as are held out
 EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data"}
 TOO_LONG = "the turn ends beyond"
 HINTS = {  # how a reason begins, and what helps
@@ -122,15 +124,32 @@ def _pieces(text: str) -> list[str]:
     return ["".join(lines[start : start + size]) for start in range(0, len(lines), size)]
 
 
+def num_held_out(count: int) -> int:
+    """How many of `count` conversations are held out; none of very few."""
+    least, most = HELD_OUT
+    return min(most, max(count // HELD_OUT_SHARE, min(least, count // ENOUGH)))
+
+
+def split_conversations(conversations: list, least: int = 0) -> tuple[list, list]:
+    """Those to train on and those held out, evenly spread and `least` of them at least."""
+    count = max(least, num_held_out(len(conversations)))
+    numbers = {len(conversations) * i // count for i in range(count)}
+    train = [c for number, c in enumerate(conversations) if number not in numbers]
+    return train, [conversations[number] for number in sorted(numbers)]
+
+
 def _split(texts: dict, source: str) -> Corpus:
-    """Hold out one text in HELD_OUT_SHARE, chosen by its name."""
+    """Hold out one text in HELD_OUT_SHARE, chosen by its name, or `num_held_out` conversations."""
     texts = {name: t for name, t in texts.items() if not isinstance(t, str) or t.strip()}
     if not texts:
         raise ValueError(f"{source}: the corpus is empty, nothing to learn from")
-    names = {name for name in texts if zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0}
-    names = names or {max(texts)}
-    train = [texts[name] for name in sorted(texts) if name not in names]
-    held_out = [texts[name] for name in sorted(texts) if name in names]
+    if isinstance(next(iter(texts.values())), str):
+        names = {name for name in texts if zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0}
+        names = names or {max(texts)}
+        train = [texts[name] for name in sorted(texts) if name not in names]
+        held_out = [texts[name] for name in sorted(texts) if name in names]
+    else:
+        train, held_out = split_conversations([texts[name] for name in sorted(texts)], least=1)
     if not train:
         raise ValueError(f"{source}: holds one text only; two are needed, one to be held out")
     return Corpus(train, held_out)
@@ -172,7 +191,8 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
         print(f"prompts left out: {_reasons(refusals, tokenizer)}")
     fitting = [ids for ids in prompts if len(ids) <= length]
     if len(fitting) < len(prompts):
-        print(f"{len(prompts) - len(fitting)} prompts longer than {length} tokens left out")
+        left_out = f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than"
+        print(f"{left_out} {length} tokens and left out: --prompt-length allows longer ones")
     if not fitting:
         raise TooLong(f"no prompt of at most {length} tokens: allow longer ones")
     if len(fitting) < count:
@@ -214,7 +234,24 @@ def _prompts_from_text(texts: list[str], tokenizer: Tokenizer, count, length, ge
             prompts.append(ids)
         if len(prompts) == count:
             return prompts
-    raise ValueError(f"the corpus is too short for {count} prompts of {length} tokens")
+    if not prompts:
+        raise ValueError(f"the corpus is too short for {count} prompts of {length} tokens")
+    print(f"the text gives {len(prompts)} prompts of {length} tokens, of {count} wanted")
+    return prompts
+
+
+def unseen(prompts: list[list[int]], trained: list[list[int]]) -> list[list[int]]:
+    """Those of the prompts that nothing is trained on."""
+    known = set(map(tuple, trained))
+    return [prompt for prompt in prompts if tuple(prompt) not in known]
+
+
+def hold_out(corpus: Corpus, tokenizer: Tokenizer, config, prompts: list) -> list[list[int]]:
+    """Draw the prompts that travel in a file of references: `prompts` are trained on."""
+    is_text = isinstance(corpus.held_out[0], str)
+    count = HELD_OUT[1] if is_text else len(corpus.held_out)
+    how = (tokenizer, count, config.prompt_length, config.seed + 1)
+    return unseen(draw_prompts(corpus.held_out, *how), prompts)
 
 
 @dataclass
@@ -225,8 +262,14 @@ class References:
     lengths: Tensor  # (n,)
     prompt_lengths: Tensor  # (n,)
 
-    def save(self, path, made_with: dict) -> None:
-        write_tensors(path, vars(self) | {"tokens": self.tokens.int()}, {"made_with": made_with})
+    def save(self, path, made_with: dict, held_out: list[list[int]] = ()) -> None:
+        """Write the texts, and with them prompts that AL can be measured on."""
+        tensors = vars(self) | {"tokens": self.tokens.int()}
+        if held_out:
+            rows = [torch.tensor(prompt, dtype=torch.int) for prompt in held_out]
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            tensors |= {"held_out_tokens": padded, "held_out_lengths": lengths_of(held_out)}
+        write_tensors(path, tensors, {"made_with": made_with})
 
     @classmethod
     def load(cls, path, made_with: dict | None = None) -> "References":
@@ -241,6 +284,13 @@ class References:
         if not references.is_consistent():
             raise ValueError(f"{path}: no references, or their lengths do not fit them")
         return references
+
+    def sizes(self) -> str:
+        """How many and how long they are, in words."""
+        responses = self.lengths - self.prompt_lengths
+        prompt = f"prompts of {int(self.prompt_lengths.min())} to {int(self.prompt_lengths.max())}"
+        response = f"responses of {int(responses.min())} to {int(responses.max())} tokens"
+        return f"{len(self.lengths):,} references, {prompt} and {response}"
 
     def is_consistent(self) -> bool:
         """Whether there are texts, and lengths that fit them."""
@@ -258,8 +308,7 @@ class References:
             raise ValueError("nothing to supervise: every response is shorter than two tokens")
         rows = [torch.tensor([*p, *r]) for p, r in pairs]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
-        lengths = torch.tensor([len(row) for row in rows])
-        return cls(tokens, lengths, torch.tensor([len(p) for p, _ in pairs]))
+        return cls(tokens, lengths_of(rows), lengths_of([prompt for prompt, _ in pairs]))
 
     @classmethod
     def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
@@ -292,6 +341,23 @@ class References:
         turns = f"{len(prompts):,} assistant turns"
         print(f"{num_supervised:,} supervised tokens in {turns}, {share}")
         return cls.from_lists(prompts, responses, tokenizer.pad_id)
+
+
+def lengths_of(rows: list) -> Tensor:
+    return torch.tensor([len(row) for row in rows])
+
+
+def load_held_out(path) -> list[list[int]]:
+    """Read the prompts that were held out when references were made; none in an old file."""
+    names = ("held_out_tokens", "held_out_lengths")
+    with open_tensors(path) as file:
+        if not set(names) <= set(file.keys()):
+            return []
+        tokens, lengths = (file.get_tensor(name).long() for name in names)
+    fits = tokens.dim() == 2 and lengths.shape == tokens.shape[:1]
+    if not (fits and len(lengths) and 0 < lengths.min() and lengths.max() <= tokens.shape[1]):
+        raise ValueError(f"{path}: the lengths of the held-out prompts do not fit them")
+    return [row[:length].tolist() for row, length in zip(tokens, lengths.tolist())]
 
 
 def _why_unfit(start: int, end: int, length: int) -> str | None:

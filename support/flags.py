@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 
 DTYPES = ("", "float32", "bfloat16")  # what --dtype accepts
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # what --device auto stands for
+DEVICE_TEXT = "cpu, cuda, or auto: cuda if there is one"
 TEMPLATE_ARGS = 'variables of the chat template, as JSON: {"enable_thinking": false}'
 
 
 class Stopped(Exception):
-    """A run ends early because it was asked to (SIGTERM), after saving its state."""
+    """A run ends early because it was asked to (SIGTERM, Ctrl-C), after saving its state."""
 
 
 def flag(default, text: str, group="flags", low=None, choices=None, kind=str):
@@ -36,6 +38,11 @@ def flag(default, text: str, group="flags", low=None, choices=None, kind=str):
 def dtype_of(config) -> torch.dtype | None:
     """The type that --dtype names; None stands for the type named by the folder's config."""
     return getattr(torch, config.dtype) if config.dtype else None
+
+
+def precision_of(config) -> str:
+    """The type that --precision names; empty: bfloat16 on CUDA, float32 on a CPU."""
+    return config.precision or ("bfloat16" if config.device.startswith("cuda") else "float32")
 
 
 def option_name(field_name: str) -> str:
@@ -96,13 +103,16 @@ def check_device(config) -> None:
     """Raise a ValueError if the device is not cpu or cuda, or is cuda on a machine without it."""
     device = getattr(config, "device", "cpu")
     if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is")
+        raise ValueError(f"--device {device}: there is cpu, and cuda where a GPU is, or auto")
     if device == "cpu" or getattr(config, "RUNS_ELSEWHERE", False):
         return
     if not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this torch sees no CUDA device")
     if ":" in device:
         torch.cuda.set_device(device)  # some kernels read the current device only
+    # cuDNN's attention builds a plan for every new shape, and a decoding round has a new length
+    # each time; with a mask at length % 128 = 64 its gradient is reported to be NaN
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _suggestion(word: str, known_words) -> str:
@@ -146,7 +156,8 @@ def _read_config_file(path: Path, config_class) -> dict:
 
 
 def parse_flags(config_class, description: str, argv=None, presets=None, name=None):
-    """Read a config from the command line. name: the command's name, by default the file's."""
+    """Read a config from the command line. presets: sets of flags by name, or functions that make
+    one from the flags given. name: the command's name, by default the file's."""
     parser = OneLineParser(name, description=description, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.argument_default = argparse.SUPPRESS
@@ -168,10 +179,14 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
         options = [option for action in parser._actions for option in action.option_strings]
         parser.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], options)}")
     flags = vars(namespace)
-    values = dict(presets[flags.pop("preset")]) if "preset" in flags else {}
+    preset = presets[flags.pop("preset")] if "preset" in flags else {}
+    values = dict(preset(flags) if callable(preset) else preset)
     if "config" in flags:
         values |= _read_config_file(Path(flags.pop("config")), config_class)
-    config = config_class(**values | flags)
+    values |= flags
+    if values.get("device") == "auto":
+        values["device"] = DEVICE
+    config = config_class(**values)
     check_ranges(config)
     check_device(config)
     check_needs(config, flags)
@@ -204,6 +219,9 @@ def _explain(error: Exception) -> str | None:
 def run_command(main) -> int:
     """Run main() -> the exit code. An error that a user can cause becomes one line and code 2, but
     with SPECOPD_TRACEBACK set it keeps its traceback."""
+    # gradients below 1e-38 have a form of their own, which makes a CPU up to ten times slower; this
+    # comes before any thread is started, because threads take it over
+    torch.set_flush_denormal(True)
     try:
         main()
         sys.stdout.flush()

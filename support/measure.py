@@ -14,11 +14,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from drafter import GREEDY, Sampling
 from hf.chat import read_prompts
 from serve import generate
+from support import distributed
 from support.data import TooLong, draw_prompts
+from support.partings import partings
 
 NGRAM = 8  # tokens of the n-grams that `repetition` counts
 NUM_RESAMPLES = 2000
@@ -114,24 +117,38 @@ def repetition(tokens: list[int], n: int = NGRAM) -> float:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def evaluate(target, drafter, prompts, max_new_tokens, *how, **options) -> Acceptance:
-    """Decode the prompts for real and count; `how` and `options` as `serve.generate` has them."""
-    options = {"batch_size": BATCH_SIZE} | options
+def run_at_once(work):
+    return work()
+
+
+def evaluate(
+    target, drafter, prompts, max_new_tokens, *how, run=run_at_once, **options
+) -> Acceptance:
+    """Decode the prompts for real and count; `how` and `options` as `serve.generate` has them.
+
+    Each process decodes its share of the prompts, and all get the counts of all. run: calls the
+    decoding, and may stop it on all processes (`resume.EndRequest.run`)."""
+    numbers = list(distributed.own_rows(range(len(prompts))))
+    own = [prompts[number] for number in numbers]
+    options = {"batch_size": BATCH_SIZE, "prompt_ids": numbers} | options
     begin = time.perf_counter()
-    results = generate(target, drafter, prompts, max_new_tokens, *how, **options)
-    seconds = time.perf_counter() - begin
+    results = run(lambda: generate(target, drafter, own, max_new_tokens, *how, **options))
     W = drafter.config.num_draft_tokens if drafter else 0
-    drafts = torch.arange(1, W + 1)
-    survived = [(torch.tensor(r.accepted).view(-1, 1) >= drafts).sum(0) for r in results]
-    return Acceptance(
-        committed=torch.tensor([r.num_committed for r in results]),
-        rounds=torch.tensor([r.num_rounds for r in results]),
-        nodes=torch.tensor([r.num_nodes for r in results]),
-        repeated=torch.tensor([repetition(r.tokens) for r in results]),
-        survived=torch.stack(survived),
-        seconds=seconds,
-        texts=[r.tokens for r in results],
+    counts = torch.zeros(len(prompts), 4 + W + max_new_tokens, dtype=torch.long)
+    for number, result in zip(numbers, results):
+        survived = [sum(n >= k for n in result.accepted) for k in range(1, W + 1)]
+        row = [result.num_committed, result.num_rounds, result.num_nodes, *survived]
+        row += [len(result.tokens), *result.tokens]
+        counts[number, : len(row)] = torch.tensor(row)
+    counts = distributed.all_reduce_sum(counts.to(distributed.message_device())).cpu()
+    seconds = time.perf_counter() - begin
+    committed, rounds, nodes, survived, lengths, tokens = counts.split(
+        [1, 1, 1, W, 1, max_new_tokens], 1
     )
+    texts = [row[:length] for row, (length,) in zip(tokens.tolist(), lengths.tolist())]
+    repeated = torch.tensor([repetition(text) for text in texts])
+    each = (committed[:, 0], rounds[:, 0], nodes[:, 0], repeated, survived)
+    return Acceptance(*each, seconds=seconds, texts=texts)
 
 
 @dataclass
@@ -142,12 +159,16 @@ class Measure:
     max_new_tokens: int
     stop_ids: tuple
     seed: int
+    source: str = "held-out prompts"  # what an AL is of, in words
 
-    def __call__(self, target, drafter, temperature: float, share=1.0, progress="") -> Acceptance:
-        """Measure AL on a share of the prompts, but on 8 at least."""
+    def __call__(
+        self, target, drafter, temperature: float, share=1.0, progress="", run=run_at_once
+    ) -> Acceptance:
+        """Measure AL on a share of the prompts, but on 8 at least: by all processes together."""
         prompts = self.prompts[: max(8, int(len(self.prompts) * share))]
         how = (self.max_new_tokens, Sampling(temperature), self.seed, self.stop_ids)
-        return evaluate(target, drafter, prompts, *how, progress=progress)
+        progress = progress if distributed.is_main() else ""
+        return evaluate(target, drafter, prompts, *how, run=run, progress=progress)
 
 
 def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
@@ -156,7 +177,8 @@ def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
     texts = {name: [] for name in drafters}
     seconds = dict.fromkeys(drafters, 0.0)
     how = (measure.max_new_tokens, GREEDY, 0, measure.stop_ids)
-    for number, prompt in enumerate(measure.prompts[:1] + measure.prompts[:count]):
+    prompts = tqdm(measure.prompts[:1] + measure.prompts[:count], "speed", leave=False)
+    for number, prompt in enumerate(prompts):
         for name, proposer in drafters.items():
             begin = time.perf_counter()
             (result,) = generate(target, proposer, [prompt], *how)
@@ -164,7 +186,9 @@ def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:
                 seconds[name] += time.perf_counter() - begin
             texts[name].append(result.tokens)
     speeds = {name: sum(map(len, texts[name][1:])) / seconds[name] for name in drafters}
-    return speeds | {"same_text": texts["plain"] == texts["speculative"]}
+    pair = (texts["speculative"][1:], texts["plain"][1:])
+    found = partings(target, measure.prompts, *pair)
+    return speeds | {"same_text": not found, "partings": found}
 
 
 def read_tasks(paths, tokenizer, count: int, length: int, seed: int) -> dict[str, list]:

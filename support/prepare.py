@@ -7,8 +7,9 @@ writes the references: a dataset's answers are not its own. Held-out prompts are
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -19,58 +20,104 @@ from hf import load_tokenizer
 from hf.chat import PROMPT_SUFFIXES, read_prompts
 from hf.drafters import ARCHITECTURES
 from serve import generate
-from support.cpu import for_cpu
-from support.data import Corpus, References, draw_prompts, how_made, load_corpus, pack
+from support.cpu import for_cpu, sent
+from support.data import (
+    Corpus,
+    References,
+    draw_prompts,
+    hold_out,
+    how_made,
+    load_corpus,
+    load_held_out,
+    pack,
+    split_conversations,
+    unseen,
+)
 from support.distributed import load_sharded_target
 from support.fingerprint import difference, fingerprint, is_another_dtype, weights_fingerprint
-from support.flags import dtype_of, option_name
-from support.measure import Measure
+from support.flags import dtype_of, option_name, precision_of
+from support.measure import Acceptance, Measure, read_tasks
 from support.resume import stage
 from support.toy import train_toy, write_byte_tokenizer
 from target import Target, Trunk
 
-PREFILL_ROWS = 32  # references prefilled at once, for the cache
 GENERATE_ROWS = 128  # references generated at once
+TEXT_LENGTH = 512  # of a prompt cut from text, where --prompt-length is 0
+RESPONSE_LENGTH = 1024  # of a response that is yet to be written, where --response-length is 0
+NO_HELD_OUT = "{} holds no prompts to measure on, it {}: name some by --eval-prompts or --corpus"
+PYTHON = "Python's own library"
+
+
+@dataclass
+class HeldOut(Measure):
+    """Prompts that nothing is trained on."""
+
+    tasks: list = field(default_factory=list)  # of --eval-prompts: each prompt's
+
+    def by_task(self, measured: Acceptance) -> dict[str, float]:
+        """The AL of each task, of what was measured on the first prompts."""
+        als = {}
+        for task in dict.fromkeys(self.tasks):
+            rows = [i for i in range(len(measured.rounds)) if self.tasks[i] == task]
+            rounds = int(measured.rounds[rows].sum())
+            als |= {task: int(measured.committed[rows].sum()) / rounds} if rounds else {}
+        return als
 
 
 class Trunks:
-    """Prefilled references by number. The target is frozen, so all are made once if they fit into
-    cache_gib; else each is made whenever a step needs it."""
+    """Prefilled references by number. The target is frozen, so each is made once, when a step first
+    uses it, if all of them fit into cache_gib; else whenever a step needs it."""
 
     def __init__(self, target: Target, references: References, tap_ids, cache_gib: float):
         self.target = target
         self.references = references
         self.tap_ids = tap_ids
-        self.cache = None
-        rows = torch.arange(len(references.lengths))
-        width = references.tokens.shape[1]
-        if cache_gib and self._prefill(rows[:1], width).nbytes * len(rows) <= cache_gib * 2**30:
-            parts = [self._prefill(part, width) for part in rows.split(PREFILL_ROWS)]
-            self.cache = _concatenated(parts, width)
+        self.cache = None  # one trunk of all; rows without meaning until is_cached
+        count, width = references.tokens.shape
+        self.is_cached = torch.zeros(count, dtype=torch.bool)
+        first = self._prefill(torch.arange(1), width) if cache_gib else None
+        if first and first.nbytes * count <= cache_gib * 2**30:
+            self.cache = _room_for(first, count, width)
 
     def _prefill(self, rows: Tensor, width: int) -> Trunk:
         device = self.target.lm_head.weight.device
-        tokens = self.references.tokens[rows, :width].to(device)
-        lengths = self.references.lengths[rows].to(device)
+        tokens = sent(self.references.tokens[rows, :width], device)
+        lengths = sent(self.references.lengths[rows], device)
         return self.target.prefill(tokens, lengths, tap_ids=self.tap_ids)
 
     def __call__(self, rows: Tensor) -> Trunk:
         """The trunk of these references, as wide as the longest of them."""
         width = int(self.references.lengths[rows].max())
-        if self.cache:
-            return self.cache.select(rows.to(self.cache.tokens.device), width)
-        return self._prefill(rows, width)
+        if not self.cache:
+            return self._prefill(rows, width)
+        for row in rows[~self.is_cached[rows]].tolist():
+            self._keep(row)
+        return self.cache.select(sent(rows, self.cache.tokens.device), width)
+
+    def _keep(self, row: int) -> None:
+        """Cache a reference. It is run by itself: its numbers must not depend on which others are
+        in the batch that first uses it, or a run that goes on would differ in the last bits."""
+        trunk = self._prefill(torch.tensor([row]), self.cache.width)
+        for cached, new in zip(tensors_of(self.cache), tensors_of(trunk)):
+            cached[row] = new[0]
+        self.is_cached[row] = True
 
 
-def _concatenated(parts: list[Trunk], width: int) -> Trunk:
-    """One trunk of many. The parts are emptied name by name: only one exists twice at a time."""
+def tensors_of(trunk: Trunk) -> list[Tensor]:
+    by_row = (trunk.tokens, trunk.lengths, trunk.hidden, trunk.taps)
+    remembered = (tensor for state in trunk.states for tensor in state.values())
+    return [tensor for tensor in (*by_row, *remembered) if tensor is not None]
 
-    def joined(names, owners: list[dict]) -> dict:
-        return {name: torch.cat([owner.pop(name) for owner in owners]) for name in names}
 
-    tensors = joined(("tokens", "lengths", "hidden", "taps"), [vars(part) for part in parts])
-    states = [joined(list(layer[0]), layer) for layer in zip(*(part.states for part in parts))]
-    return replace(parts[0], **tensors, states=states, width=width)
+def _room_for(one: Trunk, count: int, width: int) -> Trunk:
+    """A trunk of `count` rows like that of `one`, still empty."""
+
+    def rows(tensors: dict) -> dict:
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: x.new_zeros(count, *x.shape[1:]) for name, x in present.items()}
+
+    by_row = dict(tokens=one.tokens, lengths=one.lengths, hidden=one.hidden, taps=one.taps)
+    return replace(one, **rows(by_row), states=[rows(state) for state in one.states], width=width)
 
 
 def make_toy(config, corpus: Corpus, folder: Path) -> dict:
@@ -156,7 +203,9 @@ def check_template_args(config, texts: list) -> None:
 def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
     """Read the references of --references or of `path`, or let the target write them to `path`."""
     if config.references.lower().endswith(PROMPT_SUFFIXES):
-        conversations = read_prompts(config.references, config.skip_bad_lines)
+        brings_chats = corpus and not config.corpus and not isinstance(corpus.train[0], str)
+        how = (config.references, config.skip_bad_lines)
+        conversations = corpus.train if brings_chats else read_prompts(*how)
         length = config.prompt_length + config.response_length
         return References.from_conversations(conversations, tokenizer, length)
     if config.references:
@@ -167,41 +216,146 @@ def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> Ref
     made_with = provenance(config, weights, tokenizer, corpus.train, prompts)
     if path.is_file():
         return References.load(path, made_with)
+    measured_on = hold_out(corpus, tokenizer, config, prompts)
     if config.drafter:
         start_drafter(config, target, tokenizer)  # an unfit drafter is an error before long work
     how = (config.response_length, PLAIN, config.seed, tokenizer.stop_ids)
     results = generate(target, None, prompts, *how, batch_size=GENERATE_ROWS, progress="references")
     references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
-    references.save(path, made_with)
+    references.save(path, made_with, measured_on)
     return references
+
+
+def check_sources(config) -> None:
+    """Raise a ValueError if a given target would learn from, or be measured on, the toy's text."""
+    if config.target and not (config.references or config.corpus):
+        raise ValueError(
+            f"--target {config.target} needs text of its own kind: --references (or --corpus, "
+            "prompts that it answers first); --eval-prompts names further ones to measure on"
+        )
+    brings_prompts = config.target and not (config.corpus or config.eval_prompts)
+    if brings_prompts and config.references.endswith(".safetensors"):
+        if not load_held_out(config.references):
+            raise ValueError(NO_HELD_OUT.format(config.references, "is of an earlier version"))
+
+
+def with_lengths(config, target: Target, is_text: bool):
+    """The config with lengths, where they are 0. What is not given cuts nothing but running text
+    and what the target has yet to write."""
+    limit = target.config.max_position_embeddings
+    is_given = bool(config.references)
+    response = config.response_length or min(RESPONSE_LENGTH, limit // 2)
+    prompt = config.prompt_length or limit - max(response, config.eval_tokens)
+    if is_given and 0 in (config.prompt_length, config.response_length):
+        response = limit - prompt
+    elif is_text and not config.prompt_length:
+        prompt = min(TEXT_LENGTH, prompt)
+    longest = prompt + max(response, config.eval_tokens)
+    if longest > limit and not (is_given and not config.corpus):
+        raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
+    return replace(config, prompt_length=prompt, response_length=response)
+
+
+def resolved(config, references: References, drafter: Drafter):
+    """The config with numbers where 0 or nothing stands for what references, drafter and device
+    say."""
+    responses = references.lengths - references.prompt_lengths
+    W = drafter.config.num_draft_tokens
+    return replace(
+        config,
+        prompt_length=config.prompt_length or int(references.prompt_lengths.max()),
+        response_length=config.response_length or int(responses.max()),
+        ce_decay=config.ce_decay or decay_of(W),
+        precision=precision_of(config),
+    )
+
+
+def held_out(config, target: Target, tokenizer, corpus: Corpus | None) -> HeldOut:
+    """The prompts that AL is measured on: of --eval-prompts, of the corpus, or of the references'
+    own source."""
+    how = (tokenizer, config.num_eval_prompts)
+    room = target.config.max_position_embeddings - config.eval_tokens
+    tasks = []
+    path = config.references if config.target else ""
+    source = f"held out from {config.corpus or path or PYTHON}"
+    if config.eval_prompts:
+        by_task = read_tasks(config.eval_prompts, *how, room, config.seed + 1)
+        # in turn, so that a share of them has a share of each task
+        rows = zip_longest(*([(name, ids) for ids in each] for name, each in by_task.items()))
+        tasks, prompts = map(list, zip(*filter(None, chain(*rows))))
+        source = "of " + ", ".join(f"{name} ({len(each)})" for name, each in by_task.items())
+    elif corpus:
+        length = config.prompt_length if config.corpus or not config.target else room
+        texts = corpus.held_out
+        prompts = draw_prompts(texts, *how, length, config.seed + 1) if texts else []
+    else:
+        prompts = load_held_out(path)[: config.num_eval_prompts]
+    return HeldOut(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed, source, tasks)
+
+
+def check_held_out(measure: HeldOut, references: References, config, limit: int) -> None:
+    """Leave out what is trained on. Raise a ValueError if no prompt is left, or one is too long."""
+    sizes = set(map(len, measure.prompts))
+    pairs = zip(references.tokens, references.prompt_lengths.tolist())
+    rest = unseen(measure.prompts, [row[:end].tolist() for row, end in pairs if end in sizes])
+    if not rest:
+        raise ValueError(
+            NO_HELD_OUT.format(
+                config.corpus or config.references, "has too few, or all are trained on"
+            )
+        )
+    if len(rest) < len(measure.prompts):
+        count = len(measure.prompts) - len(rest)
+        print(f"{count} prompts to measure on are references' prompts, too: left out")
+    if measure.tasks:
+        tasks = zip(measure.prompts, measure.tasks)
+        measure.tasks = [task for prompt, task in tasks if prompt in rest]
+    measure.prompts = rest
+    measure.source = f"{len(rest)} prompts {measure.source}"
+    longest = max(map(len, rest)) + config.eval_tokens
+    if longest > limit:
+        text = f"a held-out prompt and --eval-tokens {config.eval_tokens}"
+        raise ValueError(f"{text} make {longest} tokens, the target's limit is {limit}")
 
 
 def prepare(config, out: Path):
     """Target, tokenizer, held-out prompts (a `Measure`) and references of a run."""
     gives_chats = _gives_chats(config.references)
-    corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
-    if not gives_chats:
-        check_template_args(config, corpus.train)
+    check_sources(config)
+    corpus = _source(config)
+    texts = corpus.train if corpus else [""]
+    if not (gives_chats or config.eval_prompts):
+        check_template_args(config, texts)
     folder = Path(config.target or out / "target")
     if not config.target:
-        keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
-        made_with = {key: getattr(config, key) for key in keys}
-        made_with["the corpus"] = fingerprint(corpus.train + corpus.held_out)
-        result = stage(folder, made_with, lambda: make_toy(config, corpus, folder))
-        print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
+        prepare_toy(config, corpus, folder)
     load = load_sharded_target if config.shard_target else Target.from_pretrained
     target = for_cpu(load(folder, config.device, dtype_of(config)))
-    longest = config.prompt_length + max(config.response_length, config.eval_tokens)
-    limit = target.config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(f"prompts and texts of {longest} tokens exceed the target's {limit}")
     tokenizer = load_tokenizer(folder, config.chat_template_args)
-    size = (config.eval_prompts, config.prompt_length)
-    prompts = draw_prompts(corpus.held_out, tokenizer, *size, config.seed + 1)
-    measure = Measure(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed)
-    references = get_references(config, target, tokenizer, corpus, out / "references.safetensors")
+    sized = with_lengths(config, target, isinstance(texts[0], str))
+    measure = held_out(sized, target, tokenizer, corpus)
+    references = get_references(sized, target, tokenizer, corpus, out / "references.safetensors")
     _check_fit(references, target, config)
+    check_held_out(measure, references, config, target.config.max_position_embeddings)
     return target, tokenizer, measure, references
+
+
+def _source(config) -> Corpus | None:
+    """The texts or chats that prompts come from; None: a file of references brings its own."""
+    if config.corpus or not config.target:
+        return load_corpus(config.corpus or None, config.skip_bad_lines)
+    if config.eval_prompts or config.references.endswith(".safetensors"):
+        return None
+    return Corpus(*split_conversations(read_prompts(config.references, config.skip_bad_lines)))
+
+
+def prepare_toy(config, corpus: Corpus, folder: Path) -> None:
+    """Train the toy target, or find it in its folder."""
+    keys = ("arch", "target_steps", "target_layers", "target_length", "seed", "corpus")
+    made_with = {key: getattr(config, key) for key in keys}
+    made_with["the corpus"] = fingerprint(corpus.train + corpus.held_out)
+    result = stage(folder, made_with, lambda: make_toy(config, corpus, folder))
+    print(f"toy target: {result['held_out_bits_per_byte']:.3f} held-out bits per byte")
 
 
 def _check_fit(references: References, target: Target, config) -> None:
@@ -215,9 +369,11 @@ def _check_fit(references: References, target: Target, config) -> None:
             f"the references have texts of {longest} tokens and ids up to {highest}, the target "
             f"has room for {limit} tokens and {vocab_size} ids: are they its own?"
         )
-    longest = int(references.prompt_lengths.max()) + config.response_length
+    longest_response = int((references.lengths - references.prompt_lengths).max())
+    response_length = config.response_length or longest_response
+    longest = int(references.prompt_lengths.max()) + response_length
     if config.mode == "rollout" and longest > limit:
-        text = f"a prompt and --response-length {config.response_length}"
+        text = f"a prompt and --response-length {response_length}"
         raise ValueError(f"{text} make {longest} tokens, the target's limit is {limit}")
 
 
@@ -237,13 +393,52 @@ def fresh_drafter(config, target: Target, mask_token_id: int | None) -> Drafter:
     return Drafter.fresh(target, *how, architecture=ARCHITECTURES[kind], **fields)
 
 
+def decay_of(W: int) -> float:
+    """gamma_0 of CE: the papers' 4 for W = 7 and 7 for W = 15, linear between and beyond."""
+    return 4.0 + 3.0 * (W - 7) / 8
+
+
+def mask_row(config, target: Target, tokenizer) -> int | None:
+    """The row of --mask-token-id; None: the first row beyond the tokenizer."""
+    wanted = config.mask_token_id
+    special = tokenizer.special if tokenizer else {}
+    used = _used_special(tokenizer) if tokenizer else set()
+    free = {id: name for name, id in special.items() if id not in used}
+    # the last special tokens are the least used
+    names = [f"{id} ({free[id]})" for id in sorted(free, reverse=True)]
+    proposal = f"free are {', '.join(names[:5])}, and auto takes the first"
+    proposal = proposal if names else "no special token is free"
+    if wanted not in ("", "auto"):
+        texts = {id: name for name, id in special.items() if tokenizer.template_names(name)}
+        if int(wanted) in texts:
+            name = texts[int(wanted)]
+            raise ValueError(f"--mask-token-id {wanted}: the chat template uses {name}; {proposal}")
+        return int(wanted)
+    if target.num_tokens < target.config.vocab_size:
+        return None
+    if wanted == "auto" and free:
+        print(f"MASK is the row of token {names[0]}")
+        return max(free)
+    raise ValueError(f"the embedding has no spare row for MASK: give --mask-token-id; {proposal}")
+
+
+def _used_special(tokenizer) -> set[int]:
+    """Special tokens that a run writes: by the chat template, as BOS, stop or padding."""
+    used = {*tokenizer.stop_ids, tokenizer.pad_id, *tokenizer.bos_ids}
+    names = [str(name) for name in tokenizer.names.values()]
+    for name, id in tokenizer.special.items():
+        if tokenizer.template_names(name) or name in names:
+            used.add(id)
+    return used
+
+
 def start_drafter(config, target: Target, tokenizer) -> Drafter:
     """The drafter to train, in float32: the one that --drafter names, or a fresh one."""
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, torch.float32)
         _check_flags(config, drafter)
     else:
-        mask_token_id = None if config.mask_token_id < 0 else config.mask_token_id
+        mask_token_id = mask_row(config, target, tokenizer)
         drafter = fresh_drafter(config, target, mask_token_id).to(config.device)
     drafter.config.check(target, tokenizer, config.drafter or "the fresh drafter")
     if tokenizer:
@@ -258,14 +453,14 @@ def _check_flags(config, drafter: Drafter) -> None:
     rows = (  # the flag's name, its value for "as the folder says", the drafter's value
         ("draft_layers", 0, len(drafter.layers)),
         ("block_size", 0, fields.block_size),
-        ("mask_token_id", -1, fields.mask_token_id),
+        ("mask_token_id", "auto", str(fields.mask_token_id)),
         ("drafter_kind", "", fields.kind),
         ("rank", 0, ranks.get(fields.kind)),
         ("markov_head", "", fields.markov_head_type),
     )
     for name, unset, value in rows:
         flag_value = getattr(config, name)
-        if flag_value not in (unset, value):
+        if flag_value not in ("", unset, value):
             flag = f"{option_name(name)} {flag_value}"
             raise ValueError(f"{config.drafter} has {name} {value}: {flag} cannot change it")
 

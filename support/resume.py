@@ -7,8 +7,10 @@ that was never stopped. A stage (a target, a drafter) is made once; its record i
     pytest tests/support/test_resume.py
 """
 
+import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from hf.files import read_json
 from support import distributed
 from support.files import atomic_write, write_json
 from support.fingerprint import difference
+from support.flags import Stopped
 
 NEWEST = "training_state.pt"
 OLDER = "training_state.1.pt"  # the one before, for the case that the newest is damaged
@@ -120,16 +123,50 @@ def cut_log(path: Path, num_steps: int) -> None:
 
 
 class EndRequest:
-    """Notes that this process was asked to end (SIGTERM), so that it can end between two steps."""
+    """Notes that this process was asked to end (SIGTERM, Ctrl-C). What may be dropped goes through
+    `run`, all else is finished first. A second Ctrl-C ends the process at once."""
 
-    received = False
+    def __init__(self, model: nn.Module | None = None):
+        self.model = model  # what long work calls again and again
+        self.received = False
+        self.may_drop = False
 
     def __enter__(self) -> "EndRequest":
-        self.handler_before = signal.signal(signal.SIGTERM, self._note)
+        signals = (signal.SIGTERM, signal.SIGINT)
+        self.handlers_before = {number: signal.signal(number, self._note) for number in signals}
+        self.hook = self.model and self.model.register_forward_pre_hook(self._drop, prepend=True)
         return self
 
-    def _note(self, *_) -> None:
+    def _note(self, number: int, _) -> None:
         self.received = True
+        if number == signal.SIGINT:
+            # the system's own handler: Python's would wait while this process waits for others
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if distributed.is_main():  # print() must not be called in here
+                os.write(sys.stderr.fileno(), b"\nsaving; Ctrl-C again ends at once\n")
+
+    def _drop(self, *_) -> None:
+        if self.received and self.may_drop:
+            raise Stopped("asked to end")
+
+    def run(self, work):
+        """Return work(), or raise Stopped on all processes once any was asked to end: before the
+        model's next call, not inside one, because a layer that is spread runs on all processes."""
+        self.may_drop = True
+        result = None
+        with contextlib.suppress(Stopped):  # one process alone must not leave the others waiting
+            result = work()
+        self.may_drop = False
+        self.check("asked to end")
+        return result
+
+    def check(self, message: str) -> None:
+        """Raise Stopped on all processes if any was asked to end."""
+        if any(received for (received,) in distributed.gather_numbers([int(self.received)])):
+            raise Stopped(message)
 
     def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGTERM, self.handler_before or signal.SIG_DFL)
+        if self.hook:
+            self.hook.remove()
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -31,9 +31,11 @@ CONFIG = TrainConfig(
     num_anchors=4,
     num_branches=2,
     eval_every=2,
-    eval_prompts=2,
+    num_eval_prompts=2,
     eval_tokens=8,
     save_every=1,
+    ce_decay=4.0,
+    device="cpu",
 )
 
 
@@ -148,8 +150,7 @@ def gradients(arch: str, mode: str, variant: str, target=None) -> dict:
     grad_accum = 2 if distributed.num_processes() == 2 else 1
     how = dict(mode=mode, batch_size=4, response_length=16, grad_accum=grad_accum)
     config = dataclasses.replace(CONFIG, **how)
-    if distributed.is_main():  # only one measures; the others must not be in its way
-        Measure([[1, 2, 3]], 8, STOP, 0)(target, drafter, 1.0)
+    Measure([[1, 2, 3], [4], [5, 6]], 8, STOP, 0)(target, drafter, 1.0)  # by all together
     step_module = distributed.data_parallel(training.Step(config, drafter))
     trunks = small_trunks(target, references, 0.0)
     parts = training.next_batch(config, drafter, trunks, 1, STOP)
@@ -219,7 +220,8 @@ SMALL_RUN = dict(  # as a file, because some of it means nothing in some modes
     num_references=8,
     prompt_length=16,
     response_length=24,
-    eval_prompts=4,
+    num_eval_prompts=4,
+    corpus=str(ROOT / "README.md"),
     eval_tokens=8,
     save_every=2,
     matrix_lr=0.0,

@@ -4,7 +4,9 @@ on. `pytest tests/test_train.py`"""
 import dataclasses
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,16 @@ import train as training
 from drafter import GREEDY, PLAIN, Drafter, Sampling, previous_tokens
 from loss import step_loss
 from serve import generate
-from small import ARCHS, DRAFTERS, PRIVATE_AND_MERGED, error_of, run, small_drafter, small_target
+from small import (
+    ARCHS,
+    DRAFTERS,
+    PRIVATE_AND_MERGED,
+    ROOT,
+    error_of,
+    run,
+    small_drafter,
+    small_target,
+)
 from small_runs import (
     CONFIG,
     STOP,
@@ -28,8 +39,10 @@ from small_runs import (
     target_and_references,
     train_in_parts,
 )
+from support.flags import Stopped
 from support.measure import Measure
 from support.prepare import start_drafter
+from support.resume import load_training_state
 from train import (
     MODES,
     Step,
@@ -318,8 +331,16 @@ def test_p_is_the_targets_own_in_half_precision(monkeypatch):
 # --------------------------------------------------------------------------- runs that stop, go on
 
 
+CLOCKED = ("seconds", "tokens_per_s", "memory_gib")  # of a record: no two runs have the same
+
+
 def small_measure() -> Measure:
     return Measure([[1, 2]], 8, STOP, 0)
+
+
+def learned(log: list[dict]) -> list[dict]:
+    """What a log tells of learning."""
+    return [{k: v for k, v in record.items() if k not in CLOCKED} for record in log]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -328,7 +349,8 @@ def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
     parts, parts_log = train_in_parts(tmp_path / "parts", mode, [2, 0])
     for name, tensor in whole.items():
         assert torch.equal(tensor, parts[name]), name
-    assert log == parts_log and [record["step"] for record in log] == [1, 2, 3, 4]
+    assert learned(log) == learned(parts_log)
+    assert [record["step"] for record in log] == [1, 2, 3, 4]
     assert {"al_t0", "al_t1"} <= set(log[-1])
     assert all(record["supervised"] > 0 for record in log)
     target, _ = target_and_references()
@@ -478,7 +500,104 @@ def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged
     path.write_bytes(path.read_bytes()[:100])
     parts, parts_log = train_in_parts(tmp_path / "parts", "ce", [0])
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    assert log == parts_log and (tmp_path / "parts/training_state.damaged").is_file()
+    assert learned(log) == learned(parts_log)
+    assert (tmp_path / "parts/training_state.damaged").is_file()
+
+
+def test_a_run_that_is_killed_while_it_measures_goes_on_by_measuring(tmp_path, monkeypatch):
+    whole, log = train_in_parts(tmp_path / "whole", "ce", [0])
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Measure, "__call__", killed)
+        train_in_parts(tmp_path / "parts", "ce", [0])
+    state = load_training_state(tmp_path / "parts")
+    assert state["step"] == 2 and state["unmeasured"]["step"] == 2
+    assert not (tmp_path / "parts/best").exists()
+    parts, parts_log = train_in_parts(tmp_path / "parts", "ce", [0])
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    assert learned(log) == learned(parts_log) and "al_t0" in parts_log[1]
+    assert load_training_state(tmp_path / "parts")["unmeasured"] is None
+
+
+def signalled(monkeypatch, owner, name: str, number: int, call: int) -> None:
+    """Let this process get a signal while a function runs for the so-manieth time."""
+    honest, calls = getattr(owner, name), []
+
+    def wrapped(*args, **options):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return honest(*args, **options)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "mode, owner, name, call, step",
+    [
+        ("ce", Measure, "__call__", 1, 2),  # at the first temperature, after step 2
+        ("ce", Measure, "__call__", 4, 4),  # at the second, after the last step
+        ("rollout", training, "next_batch", 3, 2),  # while it decodes for step 3
+        ("specopd", training, "next_batch", 1, 0),
+        ("e2e", training, "optimizer_step", 3, 3),  # which is finished
+    ],
+)
+def test_a_run_that_is_asked_to_end_drops_what_can_be_made_again(
+    tmp_path, monkeypatch, mode, owner, name, call, step, number
+):
+    with monkeypatch.context() as patch:
+        signalled(patch, owner, name, number, call)
+        with pytest.raises(Stopped, match=f"step {step} of 4 is saved in .*same command goes on"):
+            train_in_parts(tmp_path / "parts", mode, [0])
+    assert load_training_state(tmp_path / "parts")["step"] == step
+    parts, parts_log = train_in_parts(tmp_path / "parts", mode, [0])
+    whole, log = train_in_parts(tmp_path / "whole", mode, [0])
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    assert learned(log) == learned(parts_log)
+
+
+def test_a_request_to_end_decoding_ends_it_at_the_next_round(tmp_path, monkeypatch):
+    """A measurement of many rounds makes no further call of the target."""
+    target, references = target_and_references()
+    trunks, calls = small_trunks(target, references), []
+    measure = Measure([[1, 2]], 200, (), 0)
+    honest = Measure.__call__
+
+    def asked(*args):
+        calls.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*args)
+
+    monkeypatch.setattr(Measure, "__call__", asked)
+    target.model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(Stopped):
+        training.train(CONFIG, small_drafter(target), trunks, measure, tmp_path)
+    assert calls == []
+
+
+def test_the_log_tells_rates_speed_memory_and_what_its_al_is_of(tmp_path):
+    _, log = train_in_parts(tmp_path, "specopd", [0])
+    for record in log:
+        assert record["tokens_per_s"] == record["supervised"] / record["seconds"] > 0
+        assert 0.05 < record["memory_gib"] < 1000
+        assert ("al_source" in record) == ("al_t0" in record) == (record["step"] % 2 == 0)
+    assert log[1]["al_source"] == "held-out prompts"
+    assert log[0]["lr"] < log[1]["lr"] and log[0]["matrix_lr"] == pytest.approx(10 * log[0]["lr"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["seconds"] == pytest.approx(sum(record["seconds"] for record in log))
+
+
+def test_measuring_keeps_to_its_share_of_the_time_but_the_last_step_is_measured(tmp_path):
+    target, references = target_and_references()
+    config = dataclasses.replace(CONFIG, mode="ce", eval_every=1, eval_share=1e-6)
+    trunks = small_trunks(target, references)
+    training.train(config, small_drafter(target), trunks, small_measure(), tmp_path)
+    log = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [record["step"] for record in log if "al_t0" in record] == [1, 4]
 
 
 # ------------------------------------------------------------------------------- flags, the lesson
@@ -489,7 +608,7 @@ def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged
     [
         dict(block_size=7),
         dict(draft_layers=3),
-        dict(mask_token_id=0),
+        dict(mask_token_id="0"),
         dict(rank=3),
         dict(drafter_kind="dspark"),
         dict(markov_head="rnn"),
@@ -555,7 +674,7 @@ def paths(folders, tmp_path):
     for name, text in contents.values():
         (tmp_path / name).write_text(text)
     written = {key: tmp_path / name for key, (name, _) in contents.items()}
-    return {"TARGET": folders / "target"} | written
+    return {"TARGET": folders / "target", "TEXT": ROOT / "README.md"} | written
 
 
 @pytest.mark.parametrize(
@@ -570,7 +689,7 @@ def paths(folders, tmp_path):
         ("--config KEYS", "num_anchors"),
         ("--config MODE", "mode = 'sft'"),
         ("--target nowhere", "nowhere"),
-        ("--target TARGET --eval-tokens 40", "exceed"),
+        ("--target TARGET --corpus TEXT --eval-tokens 40", "exceed"),
     ],
 )
 def test_a_wrong_argument_ends_in_one_clear_line(paths, monkeypatch, capsys, arguments, word):

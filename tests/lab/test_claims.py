@@ -9,6 +9,7 @@ import torch
 
 from lab import claims
 from lab.claims import STUDIES, Arm, from_counts, to_counts
+from small import ROOT
 from support.files import write_json
 from support.measure import Acceptance, central_95
 from train import TrainConfig
@@ -16,8 +17,9 @@ from train import TrainConfig
 TOY = "--target-steps 4 --target-layers 2 --target-length 32".split()
 SMALL = """--num-references 26
     --prompt-length 12 --response-length 24 --warm-steps 2 --steps 2 --eval-every 1
-    --eval-prompts 4 --eval-tokens 8 --num-anchors 4 --batch-size 4""".split()
+    --num-eval-prompts 4 --eval-tokens 8 --num-anchors 4 --batch-size 4""".split()
 ONE_LAYER = ("--draft-layers", 1)
+TEXT = ("--corpus", ROOT / "README.md")
 
 
 def random_acceptance(seed: int, lift: float = 0.0, P: int = 6) -> Acceptance:
@@ -144,12 +146,11 @@ def report_is_complete(lab, out, folder, figures: dict) -> None:
 
 def test_four_ways_on_from_a_given_start(lab, folders, tmp_path):
     out = ("--out", tmp_path / "c")
-    code, _, error = lab(
-        "claims", "--target", folders / "target", "--drafter", folders / "drafter", *SMALL, *out
-    )
+    target = ("--target", folders / "target", *TEXT)
+    code, _, error = lab("claims", *target, "--drafter", folders / "drafter", *SMALL, *out)
     assert code == 0, error
     figures = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
     assert set(figures) == {"start", "ce", "e2e", "rollout", "specopd"}
     other = shutil.copytree(folders / "drafter", tmp_path / "other")
-    code, _, error = lab("claims", "--target", folders / "target", "--drafter", other, *SMALL, *out)
+    code, _, error = lab("claims", *target, "--drafter", other, *SMALL, *out)
     assert code == 2 and "was made with drafter" in error

@@ -13,7 +13,7 @@ import torch
 from hf import load_tokenizer
 from lab import references
 from small import ROOT, free_port, reconfigure, rewrite, run
-from support.data import References, load_corpus
+from support.data import References, load_corpus, load_held_out
 from support.files import locked
 from support.prepare import get_references
 from target import Target
@@ -64,10 +64,19 @@ def test_parts_are_what_is_written_in_one_go_and_are_not_written_twice(
         references.run(dataclasses.replace(config, seed=1))
 
 
+def test_some_prompts_are_held_out_and_travel_in_the_file(chats, tmp_path):
+    figures = references.run(chats)
+    path = tmp_path / "r/references.safetensors"
+    made, held_out = References.load(path), load_held_out(path)
+    trained = [r[:end].tolist() for r, end in zip(made.tokens, made.prompt_lengths.tolist())]
+    assert len(held_out) == figures["held_out"] == 5 and len(trained) == 15
+    assert not any(prompt in trained for prompt in held_out)
+
+
 def test_prompts_of_one_length_are_written_together_and_kept_in_their_order(
     folders, tmp_path, monkeypatch
 ):
-    corpus = tmp_path / "prompts.jsonl"  # half of the lines are held out
+    corpus = tmp_path / "prompts.jsonl"  # a quarter is held out
     corpus.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in range(20, 0, -1)))
     changes = dict(corpus=str(corpus), prompt_length=44)
     lengths, generate = [], references.generate

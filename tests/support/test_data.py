@@ -2,14 +2,22 @@
 
 import gzip
 import json
-import zlib
 
 import pytest
 import torch
 
 from hf import load_tokenizer
 from hf.chat import Conversation
-from support.data import References, draw_prompts, load_corpus, pack
+from support.data import (
+    References,
+    draw_prompts,
+    load_corpus,
+    load_held_out,
+    num_held_out,
+    pack,
+    split_conversations,
+)
+from support.files import write_tensors
 from support.toy import write_byte_tokenizer
 
 
@@ -152,12 +160,22 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
     assert sorted(corpus.train + corpus.held_out) == ["one\n", "two\n"]
 
 
-def test_one_file_of_prompts_is_split_by_its_name_and_the_prompts_number(tmp_path):
+@pytest.mark.parametrize(
+    "count, expected",
+    [(3, 0), (4, 1), (100, 25), (256, 64), (1279, 64), (1280, 64), (2000, 100), (100_000, 256)],
+)
+def test_a_twentieth_is_held_out_but_64_if_there_are_enough_and_256_at_most(count, expected):
+    assert num_held_out(count) == expected
+    train, held_out = split_conversations([*range(count)])
+    assert len(held_out) == expected and sorted(train + held_out) == [*range(count)]
+
+
+def test_a_file_of_prompts_is_split_alike_alone_and_in_its_folder(tmp_path):
     write_prompts(tmp_path / "p.jsonl", 100)
-    held_out = {f"prompt {i}" for i in range(100) if zlib.crc32(f"p.jsonl:{i}".encode()) % 20 == 0}
-    for path in (tmp_path / "p.jsonl", tmp_path):
-        corpus = load_corpus(str(path))
-        assert {messages[0]["content"] for messages in corpus.held_out} == held_out
+    alone, in_folder = (load_corpus(str(path)) for path in (tmp_path / "p.jsonl", tmp_path))
+    assert alone == in_folder and len(alone.held_out) == 25
+    write_prompts(tmp_path / "p.jsonl", 2)
+    assert len(load_corpus(str(tmp_path)).held_out) == 1  # a corpus has two parts
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
@@ -189,12 +207,14 @@ def test_prompts_of_text_are_reproducible_and_exact_in_length(tokenizer):
     assert all(tokenizer.decode(p).startswith("line ") for p in a)
     with pytest.raises(ValueError, match="too short"):
         draw_prompts(["abc"], tokenizer, 2, 16, seed=1)
+    assert draw_prompts(texts, tokenizer, 5, 16, seed=1) == a[:5]  # fewer are the first of more
 
 
 def test_prompts_of_conversations_stay_whole_and_long_ones_are_left_out(tokenizer, capsys):
     conversations = [[{"role": "user", "content": text}] for text in ("ab", "c" * 40)]
     assert draw_prompts(conversations, tokenizer, 5, 16, 0) == [[97, 98]]
-    assert "1 prompts longer than 16 tokens left out" in capsys.readouterr().out
+    line = "1 of 2 prompts are longer than 16 tokens and left out: --prompt-length allows longer"
+    assert line in capsys.readouterr().out
 
 
 def test_prompts_that_the_template_refuses_are_left_out_by_reason(tokenizer, tmp_path, capsys):
@@ -249,6 +269,7 @@ def test_raw_text_begins_with_the_bos_of_the_post_processor(tokenizer, tmp_path)
 def test_references_round_trip_and_say_how_they_were_made(tmp_path):
     made = References.from_lists([[1, 2], [3], [4]], [[5, 6], [7, 8, 9], [1]], pad_id=0)
     assert made.lengths.tolist() == [4, 4] and made.prompt_lengths.tolist() == [2, 1]
+    assert made.sizes() == "2 references, prompts of 1 to 2 and responses of 2 to 3 tokens"
     made.save(tmp_path / "r.safetensors", {"seed": 3})
     again = References.load(tmp_path / "r.safetensors", {"seed": 3})
     assert torch.equal(again.tokens, made.tokens) and torch.equal(again.lengths, made.lengths)
@@ -256,6 +277,24 @@ def test_references_round_trip_and_say_how_they_were_made(tmp_path):
         References.load(tmp_path / "r.safetensors", {"seed": 4})
     with pytest.raises(ValueError, match="nothing to supervise"):
         References.from_lists([[1]], [[2]], 0)
+
+
+def test_prompts_that_are_held_out_travel_in_the_file_of_references(tmp_path):
+    made = References.from_lists([[1]], [[5, 6]], pad_id=0)
+    path = tmp_path / "r.safetensors"
+    made.save(path, {})
+    assert load_held_out(path) == []  # as in an old file
+    made.save(path, {}, [[7], [8, 9, 0]])
+    assert load_held_out(path) == [[7], [8, 9, 0]]
+    assert References.load(path).tokens.tolist() == [[1, 5, 6]]
+
+
+@pytest.mark.parametrize("lengths", [[3], [0, 2], [2, 4]])
+def test_lengths_that_do_not_fit_the_held_out_prompts_are_an_error(tmp_path, lengths):
+    tensors = {"held_out_tokens": torch.ones(2, 3), "held_out_lengths": torch.tensor(lengths)}
+    write_tensors(tmp_path / "r.safetensors", tensors, {})
+    with pytest.raises(ValueError, match="held-out prompts do not fit"):
+        load_held_out(tmp_path / "r.safetensors")
 
 
 def test_references_of_a_server_fit_any_target(tmp_path):

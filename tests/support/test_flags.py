@@ -17,6 +17,7 @@ from support.flags import (
     flag,
     option_name,
     parse_flags,
+    precision_of,
     run_command,
     unmet_needs,
 )
@@ -183,6 +184,41 @@ def test_a_device_must_be_here_unless_the_command_is_about_another_machine(monke
     for config_class in (Here, Elsewhere):
         with pytest.raises(ValueError, match="there is cpu, and cuda"):
             parse_flags(config_class, "", ["--device", "tpu"])
+
+
+def test_auto_is_the_device_that_is_here_and_the_default():
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert parse_flags(Here, "", ["--device", "auto"]).device == here
+    assert train.TrainConfig().device == here
+
+
+@pytest.mark.parametrize(
+    "device, precision, expected",
+    [
+        ("cuda:1", "", "bfloat16"),
+        ("cpu", "", "float32"),
+        ("cuda", "float32", "float32"),
+        ("cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_drafters_arithmetic_is_bfloat16_on_cuda_unless_named(device, precision, expected):
+    config = train.TrainConfig(device=device, precision=precision)
+    assert precision_of(config) == expected
+
+
+def test_a_preset_may_depend_on_the_flags_given():
+    fresh = parse_flags(train.TrainConfig, "", ["--preset", "real"], train.PRESETS)
+    line = ["--preset", "real", "--drafter", "x", "--lr", "0.5"]
+    continued = parse_flags(train.TrainConfig, "", line, train.PRESETS)
+    assert (fresh.matrix_lr, fresh.lr) == (0.01, 1e-3)
+    assert (continued.matrix_lr, continued.lr) == (0.003, 0.5)
+    assert fresh.prompt_length == 0 and fresh.num_anchors == 64
+
+
+@pytest.mark.parametrize("text", ["-1", "mask", "1.5"])
+def test_a_row_for_mask_is_an_id_or_auto(text):
+    with pytest.raises(ValueError, match=f"--mask-token-id {text}: give an id or auto"):
+        train.TrainConfig(mask_token_id=text)
 
 
 OUT_OF_MEMORY = "out of memory, take fewer at once (of --batch-size"

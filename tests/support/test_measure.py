@@ -8,7 +8,9 @@ import torch
 from drafter import Sampling
 from hf import load_tokenizer
 from serve import generate
-from small import random_prompts
+from small import free_port, random_prompts, small_drafter, small_target
+from small_runs import join_processes
+from support import distributed
 from support.measure import (
     Acceptance,
     Measure,
@@ -94,8 +96,60 @@ def test_a_measure_takes_a_share_of_its_prompts_but_at_least_eight(target, draft
 
 def test_speeds_are_of_the_same_text(target, drafter):
     speeds = decoding_speed(target, drafter, Measure(random_prompts(3), 6, (), 0), 2)
-    assert set(speeds) == {"plain", "speculative", "same_text"}
-    assert speeds["same_text"] and speeds["plain"] > 0
+    assert set(speeds) == {"plain", "speculative", "same_text", "partings"}
+    assert speeds["same_text"] and not speeds["partings"] and speeds["plain"] > 0
+
+
+# ------------------------------------------------------------------------------- several processes
+
+
+def as_one(measured: Acceptance) -> list:
+    """All that is counted, and the texts."""
+    names = ("committed", "rounds", "nodes", "repeated", "survived")
+    return [*(getattr(measured, name).tolist() for name in names), measured.texts]
+
+
+@pytest.mark.parametrize("num_prompts", [7, 1])  # of one, the second process decodes nothing
+def test_two_processes_count_what_one_does(target, drafter, monkeypatch, num_prompts):
+    how = (target, drafter, random_prompts(num_prompts), 20, Sampling(1.0), 2, (3,))
+    alone = evaluate(*how)
+    shares = []
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda x: shares.append(x) or x)
+    for number in (0, 1):
+        monkeypatch.setattr(distributed, "own_rows", lambda rows, n=number: rows[n::2])
+        evaluate(*how, batch_size=2)
+    assert shares[0].any() and (num_prompts == 1) == (not shares[1].any())
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda _: sum(shares))
+    assert as_one(evaluate(*how)) == as_one(alone)
+
+
+def measure_worker(number: int, size: int, port: int, folder: str) -> None:
+    """Of a target whose layers are spread, and of a whole one."""
+    join_processes(number, size, port)
+    whole = small_target()
+    drafter = small_drafter(whole)
+    measure = Measure(random_prompts(9), 12, (3,), 0)
+    alone = torch.load(f"{folder}/alone.pt")
+    for target in (whole, distributed.load_sharded_target(f"{folder}/target")):
+        target.num_tokens = whole.num_tokens
+        for temperature in (0.0, 1.0):
+            measured = as_one(measure(target, drafter, temperature))
+            assert measured == alone[temperature]
+            distributed.barrier()
+    distributed.stop()
+
+
+@pytest.mark.slow
+def test_two_real_processes_measure_what_one_does_on_a_spread_target_too(tmp_path):
+    target = small_target()
+    target.save_pretrained(tmp_path / "target", eos_token_id=21, pad_token_id=0)
+    measure = Measure(random_prompts(9), 12, (3,), 0)
+    alone = {t: as_one(measure(target, small_drafter(target), t)) for t in (0.0, 1.0)}
+    torch.save(alone, tmp_path / "alone.pt")
+    torch.multiprocessing.spawn(measure_worker, (2, free_port(), str(tmp_path)), nprocs=2)
+
+
+# ------------------------------------------------------------------------------------------- tasks
 
 
 def test_a_task_is_a_file_and_one_whose_prompts_are_too_long_is_left_out(

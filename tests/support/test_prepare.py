@@ -14,14 +14,18 @@ from small_runs import CONFIG, target_and_references
 from support import prepare as preparing
 from support.data import References
 from support.fingerprint import weights_fingerprint
+from support.measure import Acceptance
 from support.prepare import (
     Trunks,
     batch_rows,
+    decay_of,
     fresh_drafter,
     get_references,
     load_given,
     prepare,
     provenance,
+    resolved,
+    start_drafter,
 )
 from target import Target
 from train import TrainConfig
@@ -105,7 +109,8 @@ def test_a_flag_of_another_kind_is_an_error(flags, word):
 
 def given(path, made_with: dict) -> str:
     """A file of references that says so of its making."""
-    References.from_lists([[1, 2]], [[3, 4, 5]], 0).save(path / "given.safetensors", made_with)
+    references = References.from_lists([[1, 2]], [[3, 4, 5]], 0)
+    references.save(path / "given.safetensors", made_with, [[7, 8], [9]])
     return str(path / "given.safetensors")
 
 
@@ -271,6 +276,154 @@ def test_given_references_may_be_chats_in_every_form_that_prompts_may_have(folde
     assert len(references.lengths) == 3
 
 
+# --------------------------------------------------------------- prompts to measure on, and lengths
+
+
+def config_with(folders, **changes) -> TrainConfig:
+    sizes = dict(prompt_length=8, response_length=8, eval_tokens=8, num_references=4)
+    return TrainConfig(target=str(folders / "target"), device="cpu", mode="ce", **sizes | changes)
+
+
+def given_of(folders, path) -> str:
+    """References that the folder's target wrote."""
+    return given(path, {"target": weights_fingerprint(Target.from_pretrained(folders / "target"))})
+
+
+def write_chats(path, texts, answer: str = "") -> str:
+    records = [[{"role": "user", "content": text}] for text in texts]
+    if answer:
+        records = [[*turns, {"role": "assistant", "content": answer}] for turns in records]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in records))
+    return str(path)
+
+
+def test_al_is_measured_on_prompts_that_the_references_bring(folders, tmp_path):
+    path = given_of(folders, tmp_path)
+    _, _, measure, _ = prepare(config_with(folders, references=path), tmp_path / "out")
+    assert measure.prompts == [[7, 8], [9]]
+    assert measure.source == f"2 prompts held out from {path}"
+
+
+def test_chats_with_answers_hold_some_out_and_train_on_the_rest(folders, tmp_path):
+    path = write_chats(tmp_path / "chats.jsonl", [f"q {n}" for n in range(12)], "abc")
+    _, tokenizer, measure, references = prepare(
+        config_with(folders, references=path), tmp_path / "out"
+    )
+    ends = references.prompt_lengths.tolist()
+    trained = {tokenizer.decode(r[:end]) for r, end in zip(references.tokens.tolist(), ends)}
+    measured = {tokenizer.decode(prompt) for prompt in measure.prompts}
+    assert len(measured) == 3 and trained | measured == {f"q {n}" for n in range(12)}
+
+
+def test_a_prompt_that_is_trained_on_is_not_measured_on(folders, tmp_path, capsys):
+    path = write_chats(tmp_path / "chats.jsonl", ["same"] * 4 + ["other"] + ["same"] * 7)
+    tasks = (write_chats(tmp_path / "a.jsonl", ["same", "new"]),)
+    config = config_with(folders, corpus=path, eval_prompts=tasks)
+    _, tokenizer, measure, _ = prepare(config, tmp_path / "out")
+    assert [tokenizer.decode(prompt) for prompt in measure.prompts] == ["new"]
+    assert "1 prompts to measure on are references' prompts, too" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="all are trained on: name some by --eval-prompts"):
+        prepare(dataclasses.replace(config, eval_prompts=()), tmp_path / "out")
+
+
+def test_prompts_of_several_tasks_take_turns_and_are_told_apart(folders, tmp_path):
+    x = write_chats(tmp_path / "x.jsonl", ["x"])
+    y = write_chats(tmp_path / "y.jsonl", ["y1", "y2", "y3"])
+    path = given_of(folders, tmp_path)
+    config = config_with(folders, references=path, eval_prompts=(x, y))
+    _, _, measure, _ = prepare(config, tmp_path / "out")
+    assert measure.tasks == ["x", "y", "y", "y"]
+    assert measure.source == "4 prompts of x (1), y (3)"
+    counts = dict(committed=torch.tensor([6, 4, 2]), rounds=torch.tensor([2, 4, 0]))
+    assert measure.by_task(Acceptance(nodes=0, repeated=0, survived=0, seconds=1, **counts)) == {
+        "x": 3.0,
+        "y": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(), "--target .*: --references .or --corpus.*--eval-prompts"),
+        (dict(eval_prompts=("a.jsonl",)), "--target .*: --references .or --corpus"),
+        (dict(references="OLD"), "earlier version: name some by --eval-prompts or --corpus"),
+    ],
+    ids=str,
+)
+def test_a_given_target_without_prompts_of_its_own_kind_is_refused_before_any_work(
+    folders, tmp_path, flags, words
+):
+    if flags.get("references"):
+        flags = dict(references=str(tmp_path / "old.safetensors"))
+        References.from_lists([[1]], [[2, 3]], 0).save(flags["references"], {})
+    with pytest.raises(ValueError, match=words):
+        prepare(config_with(folders, **flags), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_length_of_0_cuts_no_chat(folders, tmp_path, capsys):
+    texts = ["q" * n for n in range(1, 41)]
+    path = write_chats(tmp_path / "chats.jsonl", texts, "abc")
+    for length, count in ((8, 8), (0, 30)):
+        config = config_with(folders, references=path, prompt_length=length, response_length=length)
+        _, _, measure, references = prepare(config, tmp_path / "out")
+        assert len(references.lengths) == count and len(measure.prompts) == 10
+        assert ("beyond 16 tokens" in capsys.readouterr().out) == bool(length)
+    drafter = fresh_drafter(config, small_target(), None)
+    config = resolved(config, references, drafter)
+    assert (config.prompt_length, config.response_length) == (40, 5)
+    assert (config.ce_decay, config.precision) == (4.0, "float32")
+
+
+def test_ce_decay_follows_the_block():
+    assert [decay_of(W) for W in (7, 15, 11)] == [4.0, 7.0, 5.5]
+
+
+# ------------------------------------------------------------------------------------------- MASK
+
+
+def full_target() -> Target:
+    """A target whose embedding has no row beyond the tokenizer."""
+    target = small_target(vocab_size=264)
+    target.num_tokens = 264
+    return target
+
+
+@pytest.fixture
+def specials(folders):
+    """A tokenizer with special tokens, one of which its template writes."""
+    made = load_tokenizer(folders / "target")
+    names = {"<|user|>": 258, "<file>": 259, "<empty>": 260}
+    template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+    return dataclasses.replace(made, special=made.special | names, template=template)
+
+
+def test_without_a_spare_row_the_error_proposes_ids_for_mask(specials):
+    words = r"no spare row.* --mask-token-id; free are 260 \(<empty>\), 259 \(<file>\), and auto"
+    with pytest.raises(ValueError, match=words):
+        start_drafter(CONFIG, full_target(), specials)
+
+
+@pytest.mark.parametrize("flag, expected", [("auto", 260), ("259", 259), ("7", 7)])
+def test_mask_takes_a_free_id_or_the_one_named(specials, flag, expected):
+    config = dataclasses.replace(CONFIG, mask_token_id=flag)
+    assert start_drafter(config, full_target(), specials).config.mask_token_id == expected
+
+
+@pytest.mark.parametrize("flag, words", [("258", "template uses <.user.>"), ("256", "stop or pad")])
+def test_an_id_that_a_text_uses_is_refused_for_mask(specials, flag, words):
+    config = dataclasses.replace(CONFIG, mask_token_id=flag)
+    with pytest.raises(ValueError, match=words):
+        start_drafter(config, full_target(), specials)
+
+
+def test_auto_takes_a_spare_row_where_there_is_one(specials):
+    config = dataclasses.replace(CONFIG, mask_token_id="auto")
+    target = small_target(vocab_size=264)
+    target.num_tokens = 261
+    assert start_drafter(config, target, specials).config.mask_token_id == 261
+
+
 # ------------------------------------------------------------------------- a toy and its corpus
 
 
@@ -304,7 +457,7 @@ def test_a_toy_target_is_not_reused_once_its_corpus_has_changed(
     corpus.mkdir()
     for number in range(6):
         (corpus / f"{number}.txt").write_text(f"line {number} of a text\n" * 30)
-    sizes = dict(num_references=4, prompt_length=8, response_length=6, eval_prompts=2)
+    sizes = dict(num_references=4, prompt_length=8, response_length=6, num_eval_prompts=2)
     config = TrainConfig(mode="ce", corpus=str(corpus), eval_tokens=6, **sizes)
     prepare(config, tmp_path / "out")
     prepare(config, tmp_path / "out")  # kept

@@ -15,6 +15,7 @@ from small import ROOT, small_drafter
 from small_runs import CONFIG, STOP, small_trunks, target_and_references
 from support import distributed
 from support.fingerprint import fingerprint
+from support.flags import Stopped
 from support.measure import Measure
 from support.resume import (
     NEWEST,
@@ -166,13 +167,53 @@ def test_a_stage_leaves_a_folder_alone_that_holds_something_else(tmp_path):
     assert stage(tmp_path, {}, lambda: {}) == {}
 
 
-def test_an_end_request_is_noted_and_does_not_end_the_process():
-    before = signal.getsignal(signal.SIGTERM)
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+
+
+@SIGNALS
+def test_an_end_request_is_noted_and_does_not_end_the_process(number):
+    before = signal.getsignal(number)
     with EndRequest() as end_request:
         assert not end_request.received
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert end_request.received
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once_but_a_second_sigterm_does_not(capfd):
+    with EndRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "Ctrl-C again ends at once" in capfd.readouterr().err
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # the system ends the process
+        for _ in range(2):  # torchrun sends it, too
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@SIGNALS
+def test_work_is_dropped_before_the_models_next_call_and_not_inside_one(number):
+    model, finished = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
+    model[0].register_forward_hook(lambda *_: len(finished) == 2 and os.kill(os.getpid(), number))
+
+    def work():
+        for _ in range(9):
+            finished.append(model(torch.ones(2)))
+
+    with EndRequest(model) as end_request:
+        assert end_request.run(lambda: "done") == "done"
+        with pytest.raises(Stopped, match="asked to end"):
+            end_request.run(work)
+        assert len(finished) == 3  # the call in which the signal came is whole
+        model(torch.ones(2))  # what may not be dropped goes on
+    model(torch.ones(2))
+    assert not model._forward_pre_hooks
+
+
+def test_a_request_to_one_process_stops_all(monkeypatch):
+    sent = []
+    monkeypatch.setattr(distributed, "gather_numbers", lambda row: sent.append(row) or [row, [1]])
+    with EndRequest() as end_request, pytest.raises(Stopped):
+        end_request.run(lambda: "done here")
+    assert sent == [[0]] and not end_request.received
 
 
 # ------------------------------------------- what a training was made of has changed since it began
