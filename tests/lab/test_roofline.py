@@ -13,6 +13,8 @@ from lab.roofline import GPUS, Config, Machine, Notes, Operator, Parts, Work, co
 from small import ARCHS, small_drafter, small_target
 from target import Target
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine({2: 2e9, 4: 1e9}, bandwidth=1e6, launch=1.0, gib=80)
 SIZES = dict(mode="specopd", prompt_length=20, response_length=20, batch_size=2, num_anchors=3)
 
