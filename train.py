@@ -50,7 +50,6 @@ from loss import DSPARK_MIX, LOSSES, Blocks, Objective, acceptance, step_loss
 from serve import generate, lesson_models
 from support import distributed, resume
 from support.cpu import sent
-from support.data import References
 from support.files import locked, write_json
 from support.fingerprint import fingerprint, fingerprints, weights_fingerprint
 from support.flags import (
@@ -69,7 +68,16 @@ from support.log import TOOLS, check_installed, open_log, peak_memory_gib
 from support.measure import Measure, decoding_speed, format_gain, gain
 from support.optim import make_optimizers, optimizer_step, set_learning_rate
 from support.partings import check_partings, format_partings
-from support.prepare import HeldOut, Trunks, batch_rows, decay_of, prepare, resolved, start_drafter
+from support.prepare import (
+    Trunks,
+    batch_rows,
+    decay_of,
+    mask_in_words,
+    prepare,
+    resolved,
+    start_drafter,
+)
+from support.references import References
 from support.resume import check_same, stage
 from target import TOYS, Trunk
 from tree import build_tree, gather_slots, with_room
@@ -674,14 +682,17 @@ def measure_and_keep_best(run: Run) -> dict:
     target = run.drafter.target
     step = run.totals["step"]
     begin = time.perf_counter()
-    als = {}
+    als, by_task = {}, {}
     for temperature in TEMPERATURES:
         title = f"AL at temperature {temperature:g}, step {step}"
         how = (temperature, QUICK_SHARE, title, run.end_request.run)
-        als[f"al_t{temperature:g}"] = run.measure(target, run.drafter, *how).mean
+        measured = run.measure(target, run.drafter, *how)
+        als[f"al_t{temperature:g}"] = measured.mean
+        by_task[f"by_task_t{temperature:g}"] = run.measure.by_task(measured)
+    mean = sum(als.values()) / len(als)
+    als |= {name: tasks for name, tasks in by_task.items() if tasks}
     run.totals |= als
     run.totals["eval_seconds"] += time.perf_counter() - begin
-    mean = sum(als.values()) / len(als)
     if mean > run.totals["best"].get("al", 0):
         run.totals["best"] = {"step": step, "al": mean}
         if distributed.is_main():
@@ -817,7 +828,7 @@ TITLES = {
 
 
 def report(
-    config: TrainConfig, measure: HeldOut, out: Path, lengths, totals, speeds: dict, seconds: float
+    config: TrainConfig, measure: Measure, out: Path, lengths, totals, speeds: dict, seconds: float
 ) -> None:
     """Write the figures to summary.json and print them."""
     entries = {name: dict(totals.get(name, {})) for name in lengths}
@@ -934,7 +945,7 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
     config = resolved(config, references, drafter)
     print(f"AL is measured on {quick_source(measure)}")
     values = json.dumps({name: getattr(config, name) for name in RESOLVED})
-    print(f"{references.sizes()}; resolved: {values}")
+    print(f"{references.sizes()}; resolved: {values}, MASK: {mask_in_words(drafter, tokenizer)}")
     if not config.drafter and config.mode != "ce":
         print(
             "hardly any draft of a fresh drafter is accepted, and then E2E-TV has almost no "
@@ -949,7 +960,7 @@ def train_one_mode(config: TrainConfig, out: Path) -> None:
         print_outcome(config, measure, out, totals)
 
 
-def print_outcome(config: TrainConfig, measure: HeldOut, out: Path, totals: dict) -> None:
+def print_outcome(config: TrainConfig, measure: Measure, out: Path, totals: dict) -> None:
     print(json.dumps(totals))
     folder = out / config.mode
     if totals["step"] < config.steps:
@@ -957,13 +968,18 @@ def print_outcome(config: TrainConfig, measure: HeldOut, out: Path, totals: dict
         return
     als = [f"{totals[f'al_t{t:g}']:.3f} at {t:g}" for t in TEMPERATURES]
     print(f"{folder} is done: AL by temperature {', '.join(als)}.")
+    for t in TEMPERATURES:
+        tasks = totals.get(f"by_task_t{t:g}", {})
+        cells = ", ".join(f"{task} {al:.3f}" for task, al in tasks.items())
+        if tasks:
+            print(f"  at {t:g} by task: {cells}")
     print(f"The best mean was at step {totals['best'].get('step')}: {folder / 'best'}. Next:")
     drafters = f"{config.drafter} {folder}".strip()
     print(f"  python -m lab speed --target {config.target or out / 'target'} --drafters {drafters}")
     print(f"AL is measured on {quick_source(measure)}")
 
 
-def quick_source(measure: HeldOut) -> str:
+def quick_source(measure: Measure) -> str:
     """In words what an AL while training is of."""
     count = max(8, int(len(measure.prompts) * QUICK_SHARE))
     return f"the first {min(count, len(measure.prompts))} of {measure.source}"

@@ -5,7 +5,8 @@
     pytest tests/lab
 
 A command is a module lab/NAME.py with a docstring, a `Config` of flags and `run(config)`. The
-figures that it returns are printed by it and written here, to summary.json in --out.
+figures that it returns are printed by it and written here, to summary.json in --out. What it found
+of greedy texts that part from plain decoding ("partings") is checked after that.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from pathlib import Path
 from hf.files import read_json
 from support.files import write_json
 from support.flags import parse_flags, run_command
+from support.partings import check_partings
 
 COMMANDS = (
     "al claims confidence hf picture plan references replay report roofline speed throughput tree"
@@ -46,6 +48,7 @@ def main():
             figures = summary.get(name, {}) | figures
         summary[name] = figures | {"config": dataclasses.asdict(config)}
         write_json(path, summary)
+        check_partings(figures.get("partings", []))
 
 
 if __name__ == "__main__":

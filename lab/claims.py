@@ -19,12 +19,12 @@ import torch
 
 from drafter import Drafter
 from hf.files import read_json
-from support.data import References
 from support.files import locked, write_json
 from support.fingerprint import weights_fingerprint
 from support.flags import flag
 from support.measure import Acceptance, TaskMean, format_gain, gain
 from support.prepare import Trunks, prepare, start_drafter
+from support.references import References
 from support.resume import stage
 from train import TEMPERATURES, TrainConfig, trained
 

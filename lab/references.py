@@ -1,7 +1,6 @@
 """References at scale: written by the target in parts that are kept, here or by a server.
 
-A response depends on the seed and on its prompt's number alone, so it is the same however the work
-is split or interrupted. A server is sent token ids and asked for token ids. If it returns text, a
+A server is sent token ids and asked for token ids. If it returns text, a
 response is kept where the text, cut into tokens here, has as many as the server counted.
 Some prompts are held out: they are written into the file, and train.py measures AL on them.
 
@@ -27,16 +26,15 @@ from tqdm import tqdm
 
 from drafter import Sampling
 from hf import load_tokenizer
-from hf.files import read_json
 from lab.common import LabConfig, open_target, require
 from serve import generate
 from support import distributed
-from support.data import References, draw_prompts, hold_out, load_corpus
-from support.files import locked, write_json
+from support.data import draw_prompts, hold_out, load_corpus
+from support.files import locked
 from support.fingerprint import weights_fingerprint
 from support.flags import TEMPLATE_ARGS, flag
 from support.prepare import check_template_args, provenance
-from support.resume import stage
+from support.references import References, write_in_parts
 
 PAUSES = (1, 2, 4, 8, 16, 0)  # seconds after each try
 TIMEOUT = 600  # seconds to wait for an answer
@@ -164,33 +162,6 @@ def make_writer(config: Config, tokenizer):
     return write, {"target": weights_fingerprint(target)}
 
 
-def write_parts(config: Config, prompts: list, write) -> list:
-    """Make this process's share of the missing parts -> all responses, in the prompts' order."""
-    # prompts of a part are about as long as each other, so little of it is padding
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    parts = [order[start : start + config.part] for start in range(0, len(order), config.part)]
-    folder = Path(config.out) / "parts"
-    paths = [folder / f"{number:06d}.json" for number in range(len(parts))]
-    missing = [number for number, path in enumerate(paths) if not path.is_file()]
-    distributed.barrier()  # all have looked before anyone writes
-    own = distributed.own_rows(missing)
-    most = config.response_length
-    how = dict(unit=" tokens", unit_scale=True, disable=not distributed.is_main())
-    with tqdm(total=sum(len(parts[n]) for n in own) * most, desc="references", **how) as bar:
-        for number in own:
-            responses = write([prompts[i] for i in parts[number]], parts[number])
-            write_json(paths[number], {"responses": responses})
-            num_tokens = sum(len(response or ()) for response in responses)
-            bar.total -= len(responses) * most - num_tokens
-            bar.update(num_tokens)
-    distributed.barrier()
-    responses = [r for path in paths for r in read_json(path).get("responses", [])]
-    if len(responses) != len(prompts):
-        counts = f"{len(responses)} responses to {len(prompts)} prompts"
-        raise ValueError(f"{folder} holds {counts}: remove it")
-    return [response for _, response in sorted(zip(order, responses))]
-
-
 def run(config: Config) -> dict | None:
     require(config, "target")
     config = dataclasses.replace(config, device=distributed.start(config.device))
@@ -201,6 +172,8 @@ def run(config: Config) -> dict | None:
 def write_references(config: Config, out: Path) -> dict | None:
     """Write the parts that are missing, and the file of all of them -> figures, on one process."""
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
+    if tokenizer.template and not config.corpus:
+        raise ValueError("a target with a chat template answers prompts: give them by --corpus")
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
     check_template_args(config, corpus.train)
     size = (config.num_references, config.prompt_length)
@@ -211,11 +184,9 @@ def write_references(config: Config, out: Path) -> dict | None:
     )
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
+    how = (write, config.part, config.response_length)
+    responses = write_in_parts(out / "parts", made_with, prompts, *how)
     is_main = distributed.is_main()
-    if is_main:
-        stage(out / "parts", made_with | {"part": config.part, "by": "length"}, lambda: {})
-    distributed.barrier()
-    responses = write_parts(config, prompts, write)
     distributed.stop()
     if not is_main:
         return None

@@ -34,10 +34,10 @@ import train
 from drafter import Drafter
 from lab import plan
 from support.cpu import for_cpu
-from support.data import References
 from support.flags import flag
 from support.optim import make_optimizers, optimizer_step
 from support.prepare import Trunks, fresh_drafter
+from support.references import References
 from target import Target, Trunk
 
 GIB = 2**30

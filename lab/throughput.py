@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from drafter import PLAIN
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_pair, timed
 from serve import generate
-from support.data import References
 from support.flags import DTYPES, flag
 from support.optim import make_optimizers, optimizer_step
 from support.prepare import Trunks
+from support.references import References
 from train import Step, TrainConfig, gradient, next_batch
 
 ROLLOUTS = (1, 8, 32)  # decoded at once; there are as many texts as the last of them

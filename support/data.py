@@ -1,18 +1,15 @@
-"""What goes in: text, prompts and references.
+"""What goes in: text and prompts.
 
 The default corpus needs no download: the sources of Python's standard library and the prose of
-pydoc's topics, split by file into training and held-out texts. A *reference* is a prompt from the
-corpus and a response that the TARGET generated: training never learns another model's text.
+pydoc's topics, split by file into training and held-out texts.
 
     pytest tests/support/test_data.py
 """
 
-import json
 import sysconfig
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,10 +18,7 @@ import torch
 from torch import Tensor
 
 from hf.chat import PROMPT_SUFFIXES, first_turn, holds_prompts, read_prompts, read_text
-from hf.files import open_tensors
-from hf.tokenizer import NO_HEADER, NO_PROMPT, NO_TURN, OWN_TEXT, REWRITTEN, Tokenizer
-from support.files import write_tensors
-from support.resume import check_same
+from hf.tokenizer import NO_HEADER, NO_TURN, OWN_TEXT, REWRITTEN, Tokenizer
 
 HELD_OUT_SHARE = 20  # one file in this many is held out
 NUM_PIECES = 64  # a single text file is cut into so many
@@ -171,10 +165,12 @@ class TooLong(ValueError):
     """All prompts are longer than allowed."""
 
 
-def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int) -> list:
+def draw_prompts(
+    texts: list, tokenizer: Tokenizer, count: int, length: int, seed: int, tell=print
+) -> list[list[int]]:
     """Draw `count` prompts. From text: `length` tokens, BOS first, from the start of a random line.
     From conversations: each up to its first user turn, if it has one, unless that is longer than
-    `length` tokens or the chat template refuses it."""
+    `length` tokens or the chat template refuses it. tell: gets what was left out, in words."""
     generator = np.random.default_rng(seed)
     if isinstance(texts[0], str):
         return _prompts_from_text(texts, tokenizer, count, length, generator)
@@ -186,17 +182,17 @@ def draw_prompts(texts: list, tokenizer: Tokenizer, count: int, length: int, see
         except ValueError as error:
             refusals[str(error)] += 1
     if not prompts:
-        raise ValueError(f"no prompt is left: {_reasons(refusals, tokenizer)}")
+        raise ValueError(f"no prompt is left: {format_reasons(refusals, tokenizer)}")
     if refusals:
-        print(f"prompts left out: {_reasons(refusals, tokenizer)}")
+        tell(f"prompts left out: {format_reasons(refusals, tokenizer)}")
     fitting = [ids for ids in prompts if len(ids) <= length]
     if len(fitting) < len(prompts):
         left_out = f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than"
-        print(f"{left_out} {length} tokens and left out: --prompt-length allows longer ones")
+        tell(f"{left_out} {length} tokens and left out: --prompt-length allows longer ones")
     if not fitting:
         raise TooLong(f"no prompt of at most {length} tokens: allow longer ones")
     if len(fitting) < count:
-        print(f"{len(fitting)} prompts are all there are, of {count} wanted")
+        tell(f"{len(fitting)} prompts are all there are, of {count} wanted")
     return [fitting[i] for i in generator.permutation(len(fitting))[:count]]
 
 
@@ -210,7 +206,7 @@ def _prompt_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _reasons(counts: Counter, tokenizer: Tokenizer) -> str:
+def format_reasons(counts: Counter, tokenizer: Tokenizer) -> str:
     """The most frequent reasons with their counts, and what helps against the first."""
     [(first, _), *_] = counts.most_common()
     text = _listed("", [f"{number} x {reason}" for reason, number in counts.most_common()])
@@ -246,152 +242,11 @@ def unseen(prompts: list[list[int]], trained: list[list[int]]) -> list[list[int]
     return [prompt for prompt in prompts if tuple(prompt) not in known]
 
 
-def hold_out(corpus: Corpus, tokenizer: Tokenizer, config, prompts: list) -> list[list[int]]:
+def hold_out(
+    corpus: Corpus, tokenizer: Tokenizer, config, prompts: list, tell=print
+) -> list[list[int]]:
     """Draw the prompts that travel in a file of references: `prompts` are trained on."""
     is_text = isinstance(corpus.held_out[0], str)
     count = HELD_OUT[1] if is_text else len(corpus.held_out)
-    how = (tokenizer, count, config.prompt_length, config.seed + 1)
+    how = (tokenizer, count, config.prompt_length, config.seed + 1, tell)
     return unseen(draw_prompts(corpus.held_out, *how), prompts)
-
-
-@dataclass
-class References:
-    """n texts that the target wrote, each a prompt and a response."""
-
-    tokens: Tensor  # (n, T) right-padded
-    lengths: Tensor  # (n,)
-    prompt_lengths: Tensor  # (n,)
-
-    def save(self, path, made_with: dict, held_out: list[list[int]] = ()) -> None:
-        """Write the texts, and with them prompts that AL can be measured on."""
-        tensors = vars(self) | {"tokens": self.tokens.int()}
-        if held_out:
-            rows = [torch.tensor(prompt, dtype=torch.int) for prompt in held_out]
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            tensors |= {"held_out_tokens": padded, "held_out_lengths": lengths_of(held_out)}
-        write_tensors(path, tensors, {"made_with": made_with})
-
-    @classmethod
-    def load(cls, path, made_with: dict | None = None) -> "References":
-        """Read references that were made with `made_with`."""
-        names = ("tokens", "lengths", "prompt_lengths")
-        _check_made_with(how_made(path), made_with or {}, path)
-        with open_tensors(path) as file:
-            missing = set(names) - set(file.keys())
-            if missing:
-                raise ValueError(f"{path} holds no references, it lacks {min(missing)}")
-            references = cls(*(file.get_tensor(name).long() for name in names))
-        if not references.is_consistent():
-            raise ValueError(f"{path}: no references, or their lengths do not fit them")
-        return references
-
-    def sizes(self) -> str:
-        """How many and how long they are, in words."""
-        responses = self.lengths - self.prompt_lengths
-        prompt = f"prompts of {int(self.prompt_lengths.min())} to {int(self.prompt_lengths.max())}"
-        response = f"responses of {int(responses.min())} to {int(responses.max())} tokens"
-        return f"{len(self.lengths):,} references, {prompt} and {response}"
-
-    def is_consistent(self) -> bool:
-        """Whether there are texts, and lengths that fit them."""
-        tokens, lengths, prompt_lengths = self.tokens, self.lengths, self.prompt_lengths
-        if tokens.dim() != 2 or not lengths.shape == prompt_lengths.shape == tokens.shape[:1]:
-            return False
-        fits = (0 <= prompt_lengths) & (prompt_lengths < lengths) & (lengths <= tokens.shape[1])
-        return tokens.numel() > 0 and bool(fits.all()) and int(tokens.min()) >= 0
-
-    @classmethod
-    def from_lists(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int):
-        """Texts whose response has fewer than two tokens, too few for an anchor, are left out."""
-        pairs = [(p, r) for p, r in zip(prompts, responses) if len(r) >= 2]
-        if not pairs:
-            raise ValueError("nothing to supervise: every response is shorter than two tokens")
-        rows = [torch.tensor([*p, *r]) for p, r in pairs]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
-        return cls(tokens, lengths_of(rows), lengths_of([prompt for prompt, _ in pairs]))
-
-    @classmethod
-    def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
-        """Each assistant turn that ends within `length` tokens; all before it is its prompt.
-        What is left out is counted by reason."""
-        prompts, responses = [], []
-        left_out = Counter()
-        num_tokens = num_supervised = 0
-        for messages in conversations:
-            try:
-                ids, supervised, reasons = tokenizer.turns(messages)
-            except ValueError as error:
-                left_out[str(error)] += 1
-                continue
-            num_tokens += len(ids)
-            left_out.update(reasons)
-            for start, end in _turns(ids, supervised, tokenizer.stop_ids):
-                reason = _why_unfit(start, end, length)
-                if reason:
-                    left_out[reason] += 1
-                    continue
-                num_supervised += end - start
-                prompts.append(ids[:start])
-                responses.append(ids[start:end])
-        if not prompts:
-            raise ValueError(f"nothing to supervise: {_reasons(left_out, tokenizer)}")
-        if left_out:
-            print(f"left out: {_reasons(left_out, tokenizer)}")
-        share = f"{num_supervised / num_tokens:.1%} of all {num_tokens:,}"
-        turns = f"{len(prompts):,} assistant turns"
-        print(f"{num_supervised:,} supervised tokens in {turns}, {share}")
-        return cls.from_lists(prompts, responses, tokenizer.pad_id)
-
-
-def lengths_of(rows: list) -> Tensor:
-    return torch.tensor([len(row) for row in rows])
-
-
-def load_held_out(path) -> list[list[int]]:
-    """Read the prompts that were held out when references were made; none in an old file."""
-    names = ("held_out_tokens", "held_out_lengths")
-    with open_tensors(path) as file:
-        if not set(names) <= set(file.keys()):
-            return []
-        tokens, lengths = (file.get_tensor(name).long() for name in names)
-    fits = tokens.dim() == 2 and lengths.shape == tokens.shape[:1]
-    if not (fits and len(lengths) and 0 < lengths.min() and lengths.max() <= tokens.shape[1]):
-        raise ValueError(f"{path}: the lengths of the held-out prompts do not fit them")
-    return [row[:length].tolist() for row, length in zip(tokens, lengths.tolist())]
-
-
-def _why_unfit(start: int, end: int, length: int) -> str | None:
-    """Why the turn of tokens start to end makes no reference; None if it makes one."""
-    if start == 0:
-        return NO_PROMPT
-    if end > length:
-        return f"{TOO_LONG} {length} tokens"
-    return "the turn has fewer than two tokens" if end - start < 2 else None
-
-
-def how_made(path) -> dict:
-    """How references were made, as their file records it."""
-    with open_tensors(path) as file:
-        metadata = file.metadata() or {}
-    try:
-        return dict(json.loads(metadata.get("made_with", "{}")))
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} does not say how it was made") from None
-
-
-def _check_made_with(recorded: dict, made_with: dict, path) -> None:
-    """Check how references were made. Those of a server, with target None, fit any target."""
-    if "target" in recorded and recorded["target"] is None:
-        made_with = made_with | {"target": None}
-    check_same(recorded, made_with, path)
-
-
-def _turns(ids: list[int], supervised: list[bool], stop_ids) -> list[tuple[int, int]]:
-    """Start and end of each supervised stretch; it ends after its first stop token, if any."""
-    padded = [False, *supervised, False]
-    edges = [i for i, (before, after) in enumerate(pairwise(padded)) if before != after]
-    turns = []
-    for start, end in zip(edges[::2], edges[1::2]):
-        stops = [i + 1 for i in range(start, end) if ids[i] in stop_ids]
-        turns.append((start, stops[0] if stops else end))
-    return turns

@@ -153,13 +153,14 @@ def evaluate(
 
 @dataclass
 class Measure:
-    """Held-out prompts, and how they are decoded."""
+    """Held-out prompts, which nothing is trained on, and how they are decoded."""
 
     prompts: list
     max_new_tokens: int
     stop_ids: tuple
     seed: int
     source: str = "held-out prompts"  # what an AL is of, in words
+    tasks: list = field(default_factory=list)  # each prompt's, if they are of several tasks
 
     def __call__(
         self, target, drafter, temperature: float, share=1.0, progress="", run=run_at_once
@@ -169,6 +170,15 @@ class Measure:
         how = (self.max_new_tokens, Sampling(temperature), self.seed, self.stop_ids)
         progress = progress if distributed.is_main() else ""
         return evaluate(target, drafter, prompts, *how, run=run, progress=progress)
+
+    def by_task(self, measured: Acceptance) -> dict[str, float]:
+        """The AL of each task, of what was measured on the first prompts."""
+        als = {}
+        for task in dict.fromkeys(self.tasks):
+            rows = [i for i in range(len(measured.rounds)) if self.tasks[i] == task]
+            rounds = int(measured.rounds[rows].sum())
+            als |= {task: int(measured.committed[rows].sum()) / rounds} if rounds else {}
+        return als
 
 
 def decoding_speed(target, drafter, measure: Measure, count: int) -> dict:

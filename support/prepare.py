@@ -7,7 +7,7 @@ writes the references: a dataset's answers are not its own. Held-out prompts are
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -23,12 +23,9 @@ from serve import generate
 from support.cpu import for_cpu, sent
 from support.data import (
     Corpus,
-    References,
     draw_prompts,
     hold_out,
-    how_made,
     load_corpus,
-    load_held_out,
     pack,
     split_conversations,
     unseen,
@@ -36,7 +33,8 @@ from support.data import (
 from support.distributed import load_sharded_target
 from support.fingerprint import difference, fingerprint, is_another_dtype, weights_fingerprint
 from support.flags import dtype_of, option_name, precision_of
-from support.measure import Acceptance, Measure, read_tasks
+from support.measure import Measure, read_tasks
+from support.references import References, how_made, load_held_out, write_in_parts
 from support.resume import stage
 from support.toy import train_toy, write_byte_tokenizer
 from target import Target, Trunk
@@ -46,22 +44,6 @@ TEXT_LENGTH = 512  # of a prompt cut from text, where --prompt-length is 0
 RESPONSE_LENGTH = 1024  # of a response that is yet to be written, where --response-length is 0
 NO_HELD_OUT = "{} holds no prompts to measure on, it {}: name some by --eval-prompts or --corpus"
 PYTHON = "Python's own library"
-
-
-@dataclass
-class HeldOut(Measure):
-    """Prompts that nothing is trained on."""
-
-    tasks: list = field(default_factory=list)  # of --eval-prompts: each prompt's
-
-    def by_task(self, measured: Acceptance) -> dict[str, float]:
-        """The AL of each task, of what was measured on the first prompts."""
-        als = {}
-        for task in dict.fromkeys(self.tasks):
-            rows = [i for i in range(len(measured.rounds)) if self.tasks[i] == task]
-            rounds = int(measured.rounds[rows].sum())
-            als |= {task: int(measured.committed[rows].sum()) / rounds} if rounds else {}
-        return als
 
 
 class Trunks:
@@ -216,12 +198,19 @@ def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> Ref
     made_with = provenance(config, weights, tokenizer, corpus.train, prompts)
     if path.is_file():
         return References.load(path, made_with)
-    measured_on = hold_out(corpus, tokenizer, config, prompts)
-    if config.drafter:
-        start_drafter(config, target, tokenizer)  # an unfit drafter is an error before long work
+    # what it leaves out was told when the prompts to measure on were drawn
+    measured_on = hold_out(corpus, tokenizer, config, prompts, tell=lambda line: None)
+    start_drafter(config, target, tokenizer)  # an unfit drafter is an error before long work
     how = (config.response_length, PLAIN, config.seed, tokenizer.stop_ids)
-    results = generate(target, None, prompts, *how, batch_size=GENERATE_ROWS, progress="references")
-    references = References.from_lists(prompts, [r.tokens for r in results], tokenizer.pad_id)
+
+    def write(prompts: list, prompt_ids: list) -> list[list[int]]:
+        options = dict(batch_size=GENERATE_ROWS, prompt_ids=prompt_ids, progress="part")
+        return [result.tokens for result in generate(target, None, prompts, *how, **options)]
+
+    how_many = (GENERATE_ROWS, config.response_length)
+    folder = path.with_name("parts")
+    responses = write_in_parts(folder, made_with, prompts, write, *how_many, alone=True)
+    references = References.from_lists(prompts, responses, tokenizer.pad_id)
     references.save(path, made_with, measured_on)
     return references
 
@@ -270,7 +259,7 @@ def resolved(config, references: References, drafter: Drafter):
     )
 
 
-def held_out(config, target: Target, tokenizer, corpus: Corpus | None) -> HeldOut:
+def held_out(config, target: Target, tokenizer, corpus: Corpus | None) -> Measure:
     """The prompts that AL is measured on: of --eval-prompts, of the corpus, or of the references'
     own source."""
     how = (tokenizer, config.num_eval_prompts)
@@ -290,10 +279,10 @@ def held_out(config, target: Target, tokenizer, corpus: Corpus | None) -> HeldOu
         prompts = draw_prompts(texts, *how, length, config.seed + 1) if texts else []
     else:
         prompts = load_held_out(path)[: config.num_eval_prompts]
-    return HeldOut(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed, source, tasks)
+    return Measure(prompts, config.eval_tokens, tokenizer.stop_ids, config.seed, source, tasks)
 
 
-def check_held_out(measure: HeldOut, references: References, config, limit: int) -> None:
+def check_held_out(measure: Measure, references: References, config, limit: int) -> None:
     """Leave out what is trained on. Raise a ValueError if no prompt is left, or one is too long."""
     sizes = set(map(len, measure.prompts))
     pairs = zip(references.tokens, references.prompt_lengths.tolist())
@@ -417,9 +406,15 @@ def mask_row(config, target: Target, tokenizer) -> int | None:
     if target.num_tokens < target.config.vocab_size:
         return None
     if wanted == "auto" and free:
-        print(f"MASK is the row of token {names[0]}")
         return max(free)
     raise ValueError(f"the embedding has no spare row for MASK: give --mask-token-id; {proposal}")
+
+
+def mask_in_words(drafter: Drafter, tokenizer) -> str:
+    """Which row MASK is, with the token's name where it has one."""
+    id = drafter.config.mask_token_id
+    name = tokenizer.special.get(id) if tokenizer else None
+    return f"{id} ({name})" if name else str(id)
 
 
 def _used_special(tokenizer) -> set[int]:

@@ -17,9 +17,9 @@ from drafter import PLAIN, Sampling
 from serve import generate
 from small import DRAFTERS, ROOT, free_port, run, small_drafter, small_target
 from support import distributed
-from support.data import References
 from support.measure import Measure
 from support.prepare import Trunks, batch_rows
+from support.references import References
 from train import TrainConfig
 
 STOP = (21,)

@@ -7,7 +7,7 @@ import pytest
 
 from hf import load_tokenizer
 from hf.chat import Conversation, first_turn, read_prompts
-from support.data import References
+from support.references import References
 from their_tokenizers import CHATS, TOOL_CHAT, TOOLS, save_tokenizer
 
 USER = {"role": "user", "content": "a"}

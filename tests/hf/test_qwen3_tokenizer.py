@@ -14,7 +14,7 @@ import pytest
 
 from hf import load_tokenizer
 from hf.chat import Conversation, read_prompts, read_template_args
-from support.data import References
+from support.references import References
 from their_tokenizers import CHATS, TEXTS, TOOL_CHAT, TOOLS
 
 FOLDER = os.environ.get("SPECOPD_QWEN3_TOKENIZER", "")

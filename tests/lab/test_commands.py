@@ -3,10 +3,12 @@ end in one line with exit code 2. `pytest tests/lab/test_commands.py`"""
 
 import json
 import subprocess
+import sys
 
 import pytest
 
-from lab.__main__ import COMMANDS
+from lab import speed
+from lab.__main__ import COMMANDS, main
 from lab.common import StageClock, format_shares, median_time
 from lab.throughput import Config, both_ways, covered
 from small import ROOT, run
@@ -129,7 +131,7 @@ def test_speed_has_an_arm_without_a_drafter_at_every_batch_size(lab, folders, tm
     code, said, error = lab("speed", *pair, *sizes, "--concurrency", 1, 3)
     assert code == 0, error
     figures = read_summary(tmp_path)["speed"]
-    assert [key for key in figures if key != "config"] == ["1 at once", "3 at once"]
+    assert list(figures) == ["1 at once", "3 at once", "partings", "config"]
     for size in ("1 at once", "3 at once"):
         arms = figures[size]["tasks"]["text"]
         assert len(arms) == 2 and all(arm["same_text"] for arm in arms.values())
@@ -143,6 +145,15 @@ def test_speed_has_an_arm_without_a_drafter_at_every_batch_size(lab, folders, tm
         assert shares.pop("ms_per_round") > 0
         assert set(shares) == {"prefill", "draft", "score", "verify", "commit", "retire"}
         assert 0.5 < sum(shares.values()) <= 1 and min(shares.values()) >= 0
+
+
+def test_figures_are_written_before_a_text_that_parts_is_an_error(tmp_path, monkeypatch):
+    parting = {"prompt": 0, "token": 3, "margin": 2.0, "near_tie": False}
+    monkeypatch.setattr(speed, "run", lambda config: {"al": 1.5, "partings": [parting]})
+    monkeypatch.setattr(sys, "argv", ["lab", "speed", "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="new token 3, margin 2.* a drafter must not change"):
+        main()
+    assert read_summary(tmp_path)["speed"]["al"] == 1.5
 
 
 def test_the_picture_is_drawn(lab, tmp_path):

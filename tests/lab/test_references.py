@@ -13,9 +13,10 @@ import torch
 from hf import load_tokenizer
 from lab import references
 from small import ROOT, free_port, reconfigure, rewrite, run
-from support.data import References, load_corpus, load_held_out
+from support.data import load_corpus
 from support.files import locked
 from support.prepare import get_references
+from support.references import References, load_held_out
 from target import Target
 from train import TrainConfig
 
@@ -236,18 +237,30 @@ def test_flags_that_mean_nothing_are_errors(lab, folders, tmp_path, flags, words
     assert code == 2 and re.search(words, error) and len(error.strip().splitlines()) == 1
 
 
-def test_template_arguments_for_running_text_are_an_error(chats):
-    config = dataclasses.replace(chats, corpus="", chat_template_args='{"style": "brief"}')
+def text_file(folder) -> str:
+    (folder / "text.txt").write_text("some text of several lines\nand words\n" * 40)
+    return str(folder / "text.txt")
+
+
+def test_template_arguments_for_running_text_are_an_error(chats, tmp_path):
+    text = text_file(tmp_path)
+    config = dataclasses.replace(chats, corpus=text, chat_template_args='{"style": "brief"}')
     with pytest.raises(ValueError, match="no chats here: --chat-template-args means nothing"):
         references.run(config)
 
 
 def test_a_template_that_no_prompt_uses_may_change(folders, tmp_path):
     config = config_for(folders, tmp_path, target=str(tmp_path / "target"))
+    config = dataclasses.replace(config, corpus=text_file(tmp_path))
     shutil.copytree(folders / "target", tmp_path / "target")
     references.run(config)
     (tmp_path / "target/chat_template.jinja").write_text(TEMPLATE)
     references.run(config)  # prompts from running text are not rendered
+
+
+def test_a_target_that_answers_chats_is_not_given_python_text_silently(chats):
+    with pytest.raises(ValueError, match="answers prompts: give them by --corpus"):
+        references.run(dataclasses.replace(chats, corpus=""))
 
 
 def test_a_second_run_in_one_folder_is_refused_in_one_line(lab, folders, tmp_path):

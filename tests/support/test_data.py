@@ -1,4 +1,4 @@
-"""Corpus, prompts and references."""
+"""The corpus and prompts."""
 
 import gzip
 import json
@@ -8,16 +8,7 @@ import torch
 
 from hf import load_tokenizer
 from hf.chat import Conversation
-from support.data import (
-    References,
-    draw_prompts,
-    load_corpus,
-    load_held_out,
-    num_held_out,
-    pack,
-    split_conversations,
-)
-from support.files import write_tensors
+from support.data import draw_prompts, load_corpus, num_held_out, pack, split_conversations
 from support.toy import write_byte_tokenizer
 
 
@@ -264,43 +255,3 @@ def test_raw_text_begins_with_the_bos_of_the_post_processor(tokenizer, tmp_path)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert draw_prompts([chat], tokenizer, 1, 16, 0) == [[*b"hi"]]
-
-
-def test_references_round_trip_and_say_how_they_were_made(tmp_path):
-    made = References.from_lists([[1, 2], [3], [4]], [[5, 6], [7, 8, 9], [1]], pad_id=0)
-    assert made.lengths.tolist() == [4, 4] and made.prompt_lengths.tolist() == [2, 1]
-    assert made.sizes() == "2 references, prompts of 1 to 2 and responses of 2 to 3 tokens"
-    made.save(tmp_path / "r.safetensors", {"seed": 3})
-    again = References.load(tmp_path / "r.safetensors", {"seed": 3})
-    assert torch.equal(again.tokens, made.tokens) and torch.equal(again.lengths, made.lengths)
-    with pytest.raises(ValueError, match="seed = 3"):
-        References.load(tmp_path / "r.safetensors", {"seed": 4})
-    with pytest.raises(ValueError, match="nothing to supervise"):
-        References.from_lists([[1]], [[2]], 0)
-
-
-def test_prompts_that_are_held_out_travel_in_the_file_of_references(tmp_path):
-    made = References.from_lists([[1]], [[5, 6]], pad_id=0)
-    path = tmp_path / "r.safetensors"
-    made.save(path, {})
-    assert load_held_out(path) == []  # as in an old file
-    made.save(path, {}, [[7], [8, 9, 0]])
-    assert load_held_out(path) == [[7], [8, 9, 0]]
-    assert References.load(path).tokens.tolist() == [[1, 5, 6]]
-
-
-@pytest.mark.parametrize("lengths", [[3], [0, 2], [2, 4]])
-def test_lengths_that_do_not_fit_the_held_out_prompts_are_an_error(tmp_path, lengths):
-    tensors = {"held_out_tokens": torch.ones(2, 3), "held_out_lengths": torch.tensor(lengths)}
-    write_tensors(tmp_path / "r.safetensors", tensors, {})
-    with pytest.raises(ValueError, match="held-out prompts do not fit"):
-        load_held_out(tmp_path / "r.safetensors")
-
-
-def test_references_of_a_server_fit_any_target(tmp_path):
-    made = References.from_lists([[1]], [[5, 6]], pad_id=0)
-    made.save(tmp_path / "r.safetensors", {"target": None})
-    References.load(tmp_path / "r.safetensors", {"target": 12345})
-    made.save(tmp_path / "r.safetensors", {"target": 1})
-    with pytest.raises(ValueError, match="target = 1"):
-        References.load(tmp_path / "r.safetensors", {"target": 12345})

@@ -12,7 +12,6 @@ from hf import load_tokenizer
 from small import ARCHS, small_target
 from small_runs import CONFIG, target_and_references
 from support import prepare as preparing
-from support.data import References
 from support.fingerprint import weights_fingerprint
 from support.measure import Acceptance
 from support.prepare import (
@@ -27,6 +26,7 @@ from support.prepare import (
     resolved,
     start_drafter,
 )
+from support.references import References
 from target import Target
 from train import TrainConfig
 
