@@ -5,6 +5,7 @@ python -c "import fakecuda; fakecuda.install(); import pretended_gpu; pretended_
 """
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,10 +42,12 @@ class Waits:
     def __call__(self, name: str, function, *arguments, **options):
         before = num_waits()
         result = function(*arguments, **options)
-        count = num_waits() - before
+        self.note(name, num_waits() - before)
+        return result
+
+    def note(self, name: str, count: int) -> None:
         if self.of.setdefault(name, count) != count:
             raise ValueError(f"{name}: {count} waits, before {self.of[name]}")
-        return result
 
 
 def target_there(arch: str, dtype: torch.dtype):
@@ -85,10 +88,10 @@ def try_decoding(target, waits: Waits) -> None:
 
 
 def try_steps(target, references, waits: Waits) -> None:
-    """A training step of each mode; of a rollout, only what is not a round of decoding."""
+    """A training step of each mode and kind; of a rollout, only what is not a round of decoding."""
     precision = str(target.lm_head.weight.dtype).removeprefix("torch.")
-    for mode in MODES:
-        drafter = small_drafter(target).to("cuda")
+    for mode, kind in itertools.product(MODES, KINDS):
+        drafter = small_drafter(target, **DRAFTERS[kind]).to("cuda")
         how = dict(mode=mode, precision=precision, batch_size=2, response_length=6)
         config = dataclasses.replace(CONFIG, **how)
         trunks = small_trunks(target, references, 0.0)
@@ -100,7 +103,7 @@ def try_steps(target, references, waits: Waits) -> None:
         before = num_waits()
         one_step(run, 0)
         in_rounds.stop()
-        waits.of[mode] = num_waits() - before - in_rounds.count
+        waits.note(mode, num_waits() - before - in_rounds.count)
 
 
 class WaitsInRounds:
