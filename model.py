@@ -454,7 +454,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.centred:
-            # one dtype for both: a mixture (bfloat16 arithmetic, float32 weights) has no fast kernel
+            # of one dtype: mixed, bfloat16 and float32, they have no fast kernel
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         parts = x.float().unflatten(-1, (self.groups, -1))
         normed = F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2)
