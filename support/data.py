@@ -16,6 +16,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from hf.chat import PROMPT_SUFFIXES, first_turn, holds_prompts, read_prompts, read_text
 from hf.tokenizer import NO_HEADER, NO_TURN, OWN_TEXT, REWRITTEN, Tokenizer
@@ -176,7 +177,7 @@ def draw_prompts(
         return _prompts_from_text(texts, tokenizer, count, length, generator)
     prompts = []
     refusals = Counter()
-    for messages in texts:
+    for messages in tqdm(texts, "prompts", leave=False, delay=1):
         try:
             prompts.append(_prompt_ids(first_turn(messages), tokenizer))
         except ValueError as error:
@@ -249,4 +250,8 @@ def hold_out(
     is_text = isinstance(corpus.held_out[0], str)
     count = HELD_OUT[1] if is_text else len(corpus.held_out)
     how = (tokenizer, count, config.prompt_length, config.seed + 1, tell)
-    return unseen(draw_prompts(corpus.held_out, *how), prompts)
+    try:
+        return unseen(draw_prompts(corpus.held_out, *how), prompts)
+    except TooLong as error:
+        tell(f"no prompt is held out to measure on: {error}")
+        return []

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -180,10 +181,9 @@ def parse_flags(config_class, description: str, argv=None, presets=None, name=No
         parser.error(f"unknown argument {unknown[0]}{_suggestion(unknown[0], options)}")
     flags = vars(namespace)
     preset = presets[flags.pop("preset")] if "preset" in flags else {}
-    values = dict(preset(flags) if callable(preset) else preset)
-    if "config" in flags:
-        values |= _read_config_file(Path(flags.pop("config")), config_class)
-    values |= flags
+    given = _read_config_file(Path(flags.pop("config")), config_class) if "config" in flags else {}
+    given |= flags
+    values = dict(preset(given) if callable(preset) else preset) | given
     if values.get("device") == "auto":
         values["device"] = DEVICE
     config = config_class(**values)
@@ -216,12 +216,18 @@ def _explain(error: Exception) -> str | None:
     return None
 
 
+def _end(*_) -> None:
+    """SIGTERM ends a command as Ctrl-C does: what it has locked or half written is cleared."""
+    raise Stopped("asked to end")
+
+
 def run_command(main) -> int:
     """Run main() -> the exit code. An error that a user can cause becomes one line and code 2, but
     with SPECOPD_TRACEBACK set it keeps its traceback."""
     # gradients below 1e-38 have a form of their own, which makes a CPU up to ten times slower; this
     # comes before any thread is started, because threads take it over
     torch.set_flush_denormal(True)
+    signal.signal(signal.SIGTERM, _end)
     try:
         main()
         sys.stdout.flush()
@@ -230,7 +236,9 @@ def run_command(main) -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     except Stopped as stopped:
-        print(f"\n{stopped}", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C: no traceback of the first
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            print(f"\n{stopped}", file=sys.stderr)
         return 143
     except BrokenPipeError:  # `| head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's exit complains

@@ -7,6 +7,7 @@ writes the references: a dataset's answers are not its own. Held-out prompts are
 """
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, zip_longest
@@ -182,14 +183,17 @@ def check_template_args(config, texts: list) -> None:
         raise ValueError("there are no chats here: --chat-template-args means nothing for text")
 
 
-def get_references(config, target, tokenizer, corpus: Corpus, path: Path) -> References:
-    """Read the references of --references or of `path`, or let the target write them to `path`."""
+def get_references(
+    config, target, tokenizer, corpus: Corpus, path: Path, prompt=0, response=0
+) -> References:
+    """Read the references of --references or of `path`, or let the target write them to `path`.
+    prompt, response: see `References.from_conversations`."""
     if config.references.lower().endswith(PROMPT_SUFFIXES):
         brings_chats = corpus and not config.corpus and not isinstance(corpus.train[0], str)
         how = (config.references, config.skip_bad_lines)
         conversations = corpus.train if brings_chats else read_prompts(*how)
         length = config.prompt_length + config.response_length
-        return References.from_conversations(conversations, tokenizer, length)
+        return References.from_conversations(conversations, tokenizer, length, prompt, response)
     if config.references:
         return load_given(config.references, target, tokenizer)
     size = (config.num_references, config.prompt_length)
@@ -225,7 +229,7 @@ def check_sources(config) -> None:
     brings_prompts = config.target and not (config.corpus or config.eval_prompts)
     if brings_prompts and config.references.endswith(".safetensors"):
         if not load_held_out(config.references):
-            raise ValueError(NO_HELD_OUT.format(config.references, "is of an earlier version"))
+            raise ValueError(NO_HELD_OUT.format(config.references, "has none"))
 
 
 def with_lengths(config, target: Target, is_text: bool):
@@ -272,7 +276,7 @@ def held_out(config, target: Target, tokenizer, corpus: Corpus | None) -> Measur
         # in turn, so that a share of them has a share of each task
         rows = zip_longest(*([(name, ids) for ids in each] for name, each in by_task.items()))
         tasks, prompts = map(list, zip(*filter(None, chain(*rows))))
-        source = "of " + ", ".join(f"{name} ({len(each)})" for name, each in by_task.items())
+        source = "of"  # the tasks
     elif corpus:
         length = config.prompt_length if config.corpus or not config.target else room
         texts = corpus.held_out
@@ -299,6 +303,8 @@ def check_held_out(measure: Measure, references: References, config, limit: int)
     if measure.tasks:
         tasks = zip(measure.prompts, measure.tasks)
         measure.tasks = [task for prompt, task in tasks if prompt in rest]
+        counts = Counter(measure.tasks).items()
+        measure.source += " " + ", ".join(f"{name} ({count})" for name, count in counts)
     measure.prompts = rest
     measure.source = f"{len(rest)} prompts {measure.source}"
     longest = max(map(len, rest)) + config.eval_tokens
@@ -323,7 +329,10 @@ def prepare(config, out: Path):
     tokenizer = load_tokenizer(folder, config.chat_template_args)
     sized = with_lengths(config, target, isinstance(texts[0], str))
     measure = held_out(sized, target, tokenizer, corpus)
-    references = get_references(sized, target, tokenizer, corpus, out / "references.safetensors")
+    lengths = (config.prompt_length, config.response_length)
+    alone = lengths if 0 in lengths else (0, 0)  # if both are given, their sum is the limit
+    path = out / "references.safetensors"
+    references = get_references(sized, target, tokenizer, corpus, path, *alone)
     _check_fit(references, target, config)
     check_held_out(measure, references, config, target.config.max_position_embeddings)
     return target, tokenizer, measure, references

@@ -82,9 +82,12 @@ class References:
         return cls(tokens, lengths_of(rows), lengths_of([prompt for prompt, _ in pairs]))
 
     @classmethod
-    def from_conversations(cls, conversations: list, tokenizer: Tokenizer, length: int):
+    def from_conversations(
+        cls, conversations: list, tokenizer: Tokenizer, length: int, prompt=0, response=0
+    ):
         """Each assistant turn that ends within `length` tokens; all before it is its prompt.
-        What is left out is counted by reason."""
+        prompt, response: the most tokens of each by itself; 0: no limit. What is left out is
+        counted by reason."""
         prompts, responses = [], []
         left_out = Counter()
         num_tokens = num_supervised = 0
@@ -97,7 +100,7 @@ class References:
             num_tokens += len(ids)
             left_out.update(why_left_out)
             for start, end in _turns(ids, supervised, tokenizer.stop_ids):
-                reason = _why_unfit(start, end, length)
+                reason = _why_unfit(start, end, length, prompt, response)
                 if reason:
                     left_out[reason] += 1
                     continue
@@ -131,12 +134,16 @@ def load_held_out(path) -> list[list[int]]:
     return [row[:length].tolist() for row, length in zip(tokens, lengths.tolist())]
 
 
-def _why_unfit(start: int, end: int, length: int) -> str | None:
+def _why_unfit(start: int, end: int, length: int, prompt: int, response: int) -> str | None:
     """Why the turn of tokens start to end makes no reference; None if it makes one."""
     if start == 0:
         return NO_PROMPT
     if end > length:
         return f"{TOO_LONG} {length} tokens"
+    if prompt and start > prompt:
+        return f"its prompt is longer than --prompt-length {prompt}"
+    if response and end - start > response:
+        return f"the turn is longer than --response-length {response}"
     return "the turn has fewer than two tokens" if end - start < 2 else None
 
 

@@ -127,15 +127,23 @@ class EndRequest:
     `run`, all else is finished first. A second Ctrl-C ends the process at once."""
 
     def __init__(self, model: nn.Module | None = None):
-        self.model = model  # what long work calls again and again
+        self.model = model  # of the target
         self.received = False
         self.may_drop = False
 
     def __enter__(self) -> "EndRequest":
         signals = (signal.SIGTERM, signal.SIGINT)
         self.handlers_before = {number: signal.signal(number, self._note) for number in signals}
-        self.hook = self.model and self.model.register_forward_pre_hook(self._drop, prepend=True)
+        self.hooks = [m.register_forward_pre_hook(self._drop, prepend=True) for m in self._calls()]
         return self
+
+    def _calls(self) -> list[nn.Module]:
+        """What long work calls again and again: the model, and its layers unless they are spread,
+        because a layer that is spread runs on all processes or on none."""
+        if self.model is None:
+            return []
+        is_spread = any(hasattr(weight, "device_mesh") for weight in self.model.parameters())
+        return [self.model] if is_spread else [self.model, *getattr(self.model, "layers", ())]
 
     def _note(self, number: int, _) -> None:
         self.received = True
@@ -151,7 +159,7 @@ class EndRequest:
 
     def run(self, work):
         """Return work(), or raise Stopped on all processes once any was asked to end: before the
-        model's next call, not inside one, because a layer that is spread runs on all processes."""
+        next layer."""
         self.may_drop = True
         result = None
         with contextlib.suppress(Stopped):  # one process alone must not leave the others waiting
@@ -166,7 +174,7 @@ class EndRequest:
             raise Stopped(message)
 
     def __exit__(self, *_) -> None:
-        if self.hook:
-            self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -2,13 +2,22 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf import load_tokenizer
 from hf.chat import Conversation
-from support.data import draw_prompts, load_corpus, num_held_out, pack, split_conversations
+from support.data import (
+    Corpus,
+    draw_prompts,
+    hold_out,
+    load_corpus,
+    num_held_out,
+    pack,
+    split_conversations,
+)
 from support.toy import write_byte_tokenizer
 
 
@@ -237,6 +246,13 @@ def test_conversations_that_give_no_prompt_are_left_out_by_reason(tokenizer, tmp
     silent = load_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="2 x no turn of the user.*1 x .* template writes nothing"):
         draw_prompts(chats, silent, 5, 16, 0)
+
+
+def test_no_prompt_is_held_out_where_all_are_too_long(tokenizer, capsys):
+    chats = [[{"role": "user", "content": "long" * 9}]]
+    config = SimpleNamespace(prompt_length=8, seed=0)
+    assert hold_out(Corpus(chats, chats), tokenizer, config, []) == []
+    assert "no prompt is held out to measure on: no prompt of at most 8" in capsys.readouterr().out
 
 
 def test_raw_text_begins_with_the_bos_of_the_post_processor(tokenizer, tmp_path):

@@ -206,12 +206,15 @@ def test_the_drafters_arithmetic_is_bfloat16_on_cuda_unless_named(device, precis
     assert precision_of(config) == expected
 
 
-def test_a_preset_may_depend_on_the_flags_given():
+def test_a_preset_may_depend_on_the_flags_given(tmp_path):
     fresh = parse_flags(train.TrainConfig, "", ["--preset", "real"], train.PRESETS)
     line = ["--preset", "real", "--drafter", "x", "--lr", "0.5"]
     continued = parse_flags(train.TrainConfig, "", line, train.PRESETS)
     assert (fresh.matrix_lr, fresh.lr) == (0.01, 1e-3)
     assert (continued.matrix_lr, continued.lr) == (0.003, 0.5)
+    (tmp_path / "c.json").write_text('{"drafter": "x", "lr": 0.5}')
+    line = ["--preset", "real", "--config", str(tmp_path / "c.json")]
+    assert parse_flags(train.TrainConfig, "", line, train.PRESETS) == continued
     assert fresh.prompt_length == 0 and fresh.num_anchors == 64
 
 

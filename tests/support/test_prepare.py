@@ -341,12 +341,23 @@ def test_prompts_of_several_tasks_take_turns_and_are_told_apart(folders, tmp_pat
     }
 
 
+def test_one_length_of_chats_cuts_though_the_other_is_0(folders, tmp_path, capsys):
+    path = write_chats(tmp_path / "chats.jsonl", ["q" * n for n in range(1, 41)], "abc")
+    config = config_with(folders, references=path, prompt_length=20, response_length=0)
+    _, _, _, references = prepare(config, tmp_path / "out")
+    assert int(references.prompt_lengths.max()) == 20
+    assert "its prompt is longer than --prompt-length 20" in capsys.readouterr().out
+    config = dataclasses.replace(config, prompt_length=0, response_length=2)
+    with pytest.raises(ValueError, match="the turn is longer than --response-length 2"):
+        prepare(config, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
         (dict(), "--target .*: --references .or --corpus.*--eval-prompts"),
         (dict(eval_prompts=("a.jsonl",)), "--target .*: --references .or --corpus"),
-        (dict(references="OLD"), "earlier version: name some by --eval-prompts or --corpus"),
+        (dict(references="OLD"), "it has none: name some by --eval-prompts or --corpus"),
     ],
     ids=str,
 )

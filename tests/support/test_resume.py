@@ -29,7 +29,7 @@ from support.resume import (
     set_damaged_aside,
     stage,
 )
-from train import train, trained
+from train import train, train_or_load
 
 
 def names_in(folder: Path) -> list[str]:
@@ -208,6 +208,17 @@ def test_work_is_dropped_before_the_models_next_call_and_not_inside_one(number):
     assert not model._forward_pre_hooks
 
 
+def test_work_is_dropped_before_the_models_next_layer():
+    model, ran = torch.nn.Module(), []
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: ran.append(1))
+    model.layers[0].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with EndRequest(model) as end_request, pytest.raises(Stopped):
+        end_request.run(lambda: [layer(torch.ones(2)) for layer in model.layers])
+    assert len(ran) == 1 and not model.layers[1]._forward_pre_hooks
+
+
 def test_a_request_to_one_process_stops_all(monkeypatch):
     sent = []
     monkeypatch.setattr(distributed, "gather_numbers", lambda row: sent.append(row) or [row, [1]])
@@ -309,7 +320,8 @@ def story_stage(out, config, change=None) -> dict:
     if change:
         change(target, references)
     measure = Measure(PROMPTS, CONFIG.eval_tokens, STOP, 0)
-    return trained(config, out, target, None, measure, lambda: small_trunks(target, references))
+    trunks = small_trunks(target, references)
+    return train_or_load(config, out, trunks, None, measure)
 
 
 @pytest.mark.parametrize(
