@@ -7,7 +7,7 @@
 3. The block is [x_a, MASK, ..., MASK]. Its slots see the context strictly before a, and each other
    (only backwards in a causal block).
 4. Embedding and head are frozen: the target's, unless the drafter's folder holds its own.
-5. `propose` draws K branches, and can return the very distribution q that they were drawn from.
+5. `propose` proposes K branches, and can return the very q that they were drawn from.
 
 Three drafters share this backbone. h_k is the hidden state of the slot that predicts y_k, e_k a
 vector of the token y_{k-1} before it (y_0 = x_a):
@@ -36,20 +36,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import hf.drafters
-from hf.drafters import DFLASH2_FIELDS, FIELDS_OF_KIND, KINDS, MARKOV_HEADS
+from hf.drafters import FIELDS_OF_KIND, KINDS, MARKOV_HEADS
 from hf.files import model_folder, read_json
 from hf.tensors import flat_names, load_weights, tensor_files
 from model import DecoderLayer, ModelConfig, RMSNorm, check_field, init_weights, rotary
 from support.files import write_json, write_tensors
+from support.gpu import chunk_elements
 from target import Target, Trunk
 from tree import View, gather_slots, with_room, write_slots
 
-CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU
-GPU_CHUNK_ELEMENTS = 2**27  # on a GPU, if its memory allows
-CHUNK_COPIES = 10  # tensors of a chunk's size at once: logits, p, q, their minimum, the gradients
-CHUNK_SHARE = 1 / 8  # of a GPU's memory that they may take
 LEAST_TEMPERATURE = 1e-4
-LEAST = dict.fromkeys(DFLASH2_FIELDS, 1) | {"output_multiplier": None}  # None: above 0; others: 0
+MAY_BE_ZERO = ("input_embedding_scale", "final_logit_softcapping", "markov_rank", "num_anchors")
+LEAST = dict.fromkeys(MAY_BE_ZERO, 0)  # other numbers: above 0
 BLOCKS_AT_ONCE = 32  # run together; the mask has a row and a column for each of their slots
 
 # ------------------------------------------------------------------------------------------- config
@@ -101,7 +99,7 @@ class DrafterConfig:
             object.__setattr__(self, "confidence_head_with_markov", False)
         for name in FIELDS_OF_KIND[self.kind]:
             default = getattr(DrafterConfig, name)
-            check_field(name, getattr(self, name), default, LEAST.get(name, 0))
+            check_field(name, getattr(self, name), default, LEAST.get(name))
         self._check_windows()
         if self.markov_head_type not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type {self.markov_head_type!r}, none of {MARKOV_HEADS}")
@@ -269,23 +267,15 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return tokens
 
 
-def previous_tokens(first: Tensor, tokens: Tensor) -> Tensor:
-    """first (B,A), tokens (B,A,K,W) -> the token before each (B,A,K,W): x_a, y_1, ..., y_{W-1}."""
-    first = first[..., None, None].expand(*tokens.shape[:-1], 1)
+def tokens_at(trunk: Trunk, anchors: Tensor) -> Tensor:
+    """The tokens x_a (B,A) at anchors (B,A); of an absent one, any."""
+    return trunk.tokens.gather(1, anchors.clamp(min=0))
+
+
+def previous_tokens(anchor_tokens: Tensor, tokens: Tensor) -> Tensor:
+    """The token before each of tokens (B,A,K,W), anchor_tokens (B,A): x_a, y_1, ..., y_{W-1}."""
+    first = anchor_tokens[..., None, None].expand(*tokens.shape[:-1], 1)
     return torch.cat([first, tokens[..., :-1]], -1)
-
-
-def chunk_elements(device: torch.device) -> int:
-    """How many logits are worked on at once on a device, in the loss and in drawing.
-
-    Every chunk reads the whole head, V x C: a chunk of few rows waits for the head's memory, not
-    for arithmetic. At a vocabulary of 150,000 a CPU's chunk has 110 rows, and four times as many
-    are 4 % faster in three times the memory. A GPU needs some 300 rows and more: its chunk has 900,
-    or what a share of its memory allows."""
-    if device.type != "cuda":
-        return CHUNK_ELEMENTS
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return min(GPU_CHUNK_ELEMENTS, int(memory * CHUNK_SHARE) // (4 * CHUNK_COPIES))
 
 
 # ------------------------------------------------------------------------ what the slots may know
@@ -491,7 +481,7 @@ class Proposal:
 
     tokens: Tensor  # (B, A, K, W)
     hidden: Tensor  # (B, A, 1, W, C), with gradient if there was one
-    first: Tensor  # (B, A) the anchors' tokens
+    anchor_tokens: Tensor  # (B, A)
     sampling: Sampling
     drafter: "Drafter"
     q_probs: Tensor | None = None  # (B, A, K or 1, W, V) that `draw` drew from, if asked for
@@ -499,7 +489,7 @@ class Proposal:
     @property
     def previous(self) -> Tensor:
         """The token before each (B,A,K,W)."""
-        return previous_tokens(self.first, self.tokens)
+        return previous_tokens(self.anchor_tokens, self.tokens)
 
     def probs(self) -> Tensor:
         """q (B,A,K,W,V), computed again, float32, with gradient: for small vocabularies."""
@@ -572,7 +562,7 @@ class Drafter(nn.Module):
         layers = []
         for number, keys_values in enumerate(contexts):
             window = self.config.window(number)
-            # a round writes up to W + 1 entries after the text, none over what a window may see
+            # W + 1 larger than the window, so a round overwrites nothing that is still visible
             size = window + self.config.num_draft_tokens + 1
             if bounded and window and size < T + room:
                 layer = LayerMemory(with_room(keys_values, size)[:, :size], is_ring=True)
@@ -605,9 +595,8 @@ class Drafter(nn.Module):
         config = self.config
         B, A = anchors.shape
         b = config.block_size
-        first = trunk.tokens.gather(1, anchors.clamp(min=0))[..., None]  # (B, A, 1)
-        masks = first.new_full((B, A, b - 1), config.mask_token_id)
-        tokens = torch.cat([first, masks], -1).view(B, A * b)
+        masks = anchors.new_full((B, A, b - 1), config.mask_token_id)
+        tokens = torch.cat([tokens_at(trunk, anchors)[..., None], masks], -1).view(B, A * b)
         x = self.embedding(tokens).to(self.fc.weight.dtype)  # (B, A*b, C)
         x = x * config.input_embedding_scale
         views = {}  # layers that see alike share a view
@@ -636,7 +625,7 @@ class Drafter(nn.Module):
     def unary_logits(self, hidden: Tensor) -> Tensor:
         """(…, C) -> (…, V) by the head, of each slot by itself; -inf where q must be 0."""
         logits = self.head(hidden.to(self.head.weight.dtype))
-        with torch.no_grad():  # in place and unrecorded: a softmax's gradient is 0 there anyway
+        with torch.no_grad():  # autograd need not see this: where q is 0 the gradient is 0
             logits[..., self.config.mask_token_id] = -torch.inf  # as `proposable`
             logits[..., self.target.num_tokens :] = -torch.inf
         return logits
@@ -676,8 +665,8 @@ class Drafter(nn.Module):
         argmax, the others are drawn with uniforms (B,A,K,W), or with new ones by the generator.
         keep_probs: keep what the branches were drawn from."""
         hidden = self.block(trunk, anchors, memory)  # (B, A, W, C)
+        anchor_tokens = tokens_at(trunk, anchors)
         shape = (*anchors.shape, num_branches, self.config.num_draft_tokens)
-        first = trunk.tokens.gather(1, anchors.clamp(min=0))  # (B, A)
         if sampling.temperature == 0 and not keep_probs:  # there is nothing to draw
             uniforms = None
         else:
@@ -686,27 +675,37 @@ class Drafter(nn.Module):
                 uniforms = torch.rand(shape, generator=generator, device=device)
             uniforms = uniforms.to(hidden.device).flatten(0, 1)  # (B*A, K, W)
         rows = hidden.detach().flatten(0, 1)  # (B*A, W, C)
-        starts = first.flatten()
-        how = (sampling, num_branches, num_greedy)
-        block_elements = num_branches * shape[-1] * self.config.layers.vocab_size
+        tokens, q = self._draw_in_chunks(
+            rows, anchor_tokens.flatten(), uniforms, sampling, num_branches, num_greedy, keep_probs
+        )
+        q = None if q is None else q.unflatten(0, anchors.shape)
+        return Proposal(tokens.view(shape), hidden[:, :, None], anchor_tokens, sampling, self, q)
+
+    @torch.no_grad()
+    def _draw_in_chunks(
+        self, hidden, anchor_tokens, uniforms, sampling, num_branches, num_greedy, keep_probs
+    ) -> tuple[Tensor, Tensor | None]:
+        """`draw_branches`, as many blocks at once as keep their logits within `chunk_elements` ->
+        tokens (R,K,W), and q if it is kept."""
+        R, W, _ = hidden.shape
+        block_elements = num_branches * W * self.config.layers.vocab_size
         size = max(1, chunk_elements(hidden.device) // block_elements)
         tokens, probs = [], []
-        with torch.no_grad():
-            for start in range(0, len(rows), size):  # vocabulary-sized work in chunks
-                part = slice(start, start + size)
-                noise = None if uniforms is None else uniforms[part]
-                drawn, q = self.draw_branches(rows[part], starts[part], noise, *how)
-                tokens.append(drawn)
-                if keep_probs:
-                    probs.append(q)
-        q_probs = torch.cat(probs).unflatten(0, anchors.shape) if keep_probs else None
-        tokens = torch.cat(tokens).view(shape)
-        return Proposal(tokens, hidden[:, :, None], first, sampling, self, q_probs)
+        for start in range(0, R, size):
+            part = slice(start, start + size)
+            noise = None if uniforms is None else uniforms[part]
+            drawn, q = self.draw_branches(
+                hidden[part], anchor_tokens[part], noise, sampling, num_branches, num_greedy
+            )
+            tokens.append(drawn)
+            if keep_probs:
+                probs.append(q)
+        return torch.cat(tokens), torch.cat(probs) if keep_probs else None
 
-    def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
-        """hidden (R,W,C), first (R,) of R blocks, uniforms (R,K,W) or None for the argmax -> tokens
-        (R,K,W), and the q of those that are drawn (R,1,W,V). DFlash's slots do not know
-        one another's tokens, so all slots and all branches are drawn at once."""
+    def draw_branches(self, hidden, anchor_tokens, uniforms, sampling, num_branches, num_greedy):
+        """hidden (R,W,C) and anchor_tokens (R,) of R blocks, uniforms (R,K,W), or None for the
+        argmax -> tokens (R,K,W), and the q of those that are drawn (R,1,W,V). DFlash's slots do not
+        know one another's tokens, so all slots and all branches are drawn at once."""
         logits = self.logits(hidden)  # (R, W, V)
         best = logits.argmax(-1)[:, None].expand(-1, num_branches, -1)
         if uniforms is None:
@@ -792,9 +791,9 @@ class Drafter(nn.Module):
 class AutoregressiveDrafter(Drafter):
     """A drafter whose slots know the token before them."""
 
-    def draw_branches(self, hidden, first, uniforms, sampling: Sampling, num_branches, num_greedy):
+    def draw_branches(self, hidden, anchor_tokens, uniforms, sampling, num_branches, num_greedy):
         """As DFlash's, slot by slot from the left; each branch has its own q (R,K,W,V)."""
-        previous = first[:, None, None].expand(-1, num_branches, 1)  # (R, K, 1)
+        previous = anchor_tokens[:, None, None].expand(-1, num_branches, 1)  # (R, K, 1)
         unary = self.unary_logits(hidden)[:, None]  # (R, 1, W, V)
         hidden = hidden[:, None]
         state = None

@@ -20,8 +20,9 @@ A new loss is one function of `Branches` and one row of TERMS; `_branches` compu
     pytest tests/test_loss.py
 """
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafter import Drafter, chunk_elements, previous_tokens
+from drafter import Drafter, chunk_elements, previous_tokens, tokens_at
 from target import Trunk
 
 CE_DECAY = 4.0  # default `decay` of position_weights, for W = 7; the papers take 7.0 for W = 15
@@ -149,6 +150,7 @@ class Term:
 
     branch_sum: Callable[[Branches], Tensor]  # (..., W) -> (...)
     early: bool = False  # divided by the sum of the early weights; else by the valid positions
+    alone: bool = True  # a loss of its own; else a part of a sum
 
 
 TERMS = {
@@ -157,10 +159,10 @@ TERMS = {
     "kl": Term(_kl_sum),
     "e2e_tv": Term(_e2e_tv_sum),
     "e2e_al": Term(_e2e_al_sum),
-    "early_tv": Term(_early_tv_sum, early=True),  # these two are added for DSpark, never chosen
-    "confidence": Term(_confidence_sum, early=True),
+    "early_tv": Term(_early_tv_sum, early=True, alone=False),
+    "confidence": Term(_confidence_sum, early=True, alone=False),
 }
-LOSSES = tuple(name for name in TERMS if name not in ("early_tv", "confidence"))
+LOSSES = tuple(name for name, term in TERMS.items() if term.alone)
 
 
 def denominator(name: str, mask: Tensor, decay: float = CE_DECAY) -> Tensor:
@@ -175,9 +177,7 @@ def denominator(name: str, mask: Tensor, decay: float = CE_DECAY) -> Tensor:
 
 
 def _mean(name: str, b: Branches) -> Tensor:
-    weights = b.early_weights if TERMS[name].early else b.valid
-    least = 1e-12 if TERMS[name].early else 1
-    return TERMS[name].branch_sum(b).sum() / weights.sum().clamp(min=least)
+    return TERMS[name].branch_sum(b).sum() / denominator(name, b.valid, b.decay).clamp(min=1e-12)
 
 
 def e2e_tv(p: Tensor, q: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -244,6 +244,7 @@ class Heads:
     parameters: list  # what q and confidence learn; any other tensor gets no gradient
     p: Callable | None = None  # p_hidden -> (..., W, V)
     confidence: Callable | None = None  # (q_hidden, previous) -> (R, K, W)
+    autocast: Callable = contextlib.nullcontext  # () -> a context, for q and confidence
 
 
 class _GradientKnown(torch.autograd.Function):
@@ -325,8 +326,9 @@ def _sum_with_gradient(chunk_loss, parts, q_hidden: Tensor, parameters) -> tuple
         if torch.is_grad_enabled():
             inputs = (part.q_hidden, *parameters)
             hidden_grad, *grads = torch.autograd.grad(share, inputs, allow_unused=True)
-            unused = hidden_grad is None  # by a confidence that teaches its own head alone
-            hidden_grads.append(torch.zeros_like(part.q_hidden) if unused else hidden_grad)
+            if hidden_grad is None:  # only the confidence head learns (detach_confidence)
+                hidden_grad = torch.zeros_like(part.q_hidden)
+            hidden_grads.append(hidden_grad)
             totals = [g if total is None else total + g for total, g in zip(totals, grads)]
     if torch.is_grad_enabled():
         grads = [torch.cat(hidden_grads), *totals]
@@ -342,7 +344,10 @@ def _over(logits: Tensor, temperature: float) -> Tensor:
 def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float) -> Branches:
     """Run the heads on some rows, as far as the terms need them."""
     b = Branches(rows.valid.float(), tokens=rows.tokens, decay=decay)
-    logits = heads.q(rows.q_hidden, rows.previous, rows.tokens if "ce" in terms else None)
+    with heads.autocast():
+        logits = heads.q(rows.q_hidden, rows.previous, rows.tokens if "ce" in terms else None)
+        if "confidence" in terms:
+            b.confidence = heads.confidence(rows.q_hidden, rows.previous)
     if "ce" in terms:
         b.log_q_plain = logits.float().log_softmax(-1)
     if set(terms) != {"ce"}:
@@ -352,8 +357,6 @@ def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float)
         b.alpha = acceptance(b.p, b.q)
     if "kl" in terms:
         b.log_q = _over(logits, temperature).log_softmax(-1)
-    if "confidence" in terms:
-        b.confidence = heads.confidence(rows.q_hidden, rows.previous)
     return b
 
 
@@ -404,39 +407,33 @@ def step_loss(
     """The share of the loss that these blocks have, and figures that add up over parts and
     processes. denominators: those of the whole batch, by default these blocks."""
     trunk = blocks.trunk
-    device = trunk.tokens.device
-
-    def in_drafters_dtype(function):
-        def run(*args):
-            with objective.autocast(device):
-                return function(*args)
-
-        return run
-
+    autocast = partial(objective.autocast, trunk.tokens.device)
     hidden = blocks.hidden
     if hidden is None:
-        with objective.autocast(device):
+        with autocast():
             hidden = drafter.block(trunk, blocks.anchors)[:, :, None]  # (B, A, 1, W, C)
-    first = trunk.tokens.gather(1, blocks.anchors.clamp(min=0))  # (B, A)
-    previous = previous_tokens(first, blocks.tokens)
+    previous = previous_tokens(tokens_at(trunk, blocks.anchors), blocks.tokens)
     p_hidden = blocks.p_hidden
     rows = Rows(
-        hidden.flatten(0, 1),
-        blocks.valid.flatten(0, 1),
-        blocks.tokens.flatten(0, 1),
-        previous.flatten(0, 1),
-        None if p_hidden is None else p_hidden.flatten(0, 1),
+        q_hidden=hidden.flatten(0, 1),
+        valid=blocks.valid.flatten(0, 1),
+        tokens=blocks.tokens.flatten(0, 1),
+        previous=previous.flatten(0, 1),
+        p_hidden=None if p_hidden is None else p_hidden.flatten(0, 1),
     )
-    V = drafter.config.layers.vocab_size
-    parameters = [p for p in drafter.parameters() if p.requires_grad]
-    confidence = partial(drafter.confidence_logits, detached=objective.detach_confidence)
-    q_and_confidence = (in_drafters_dtype(drafter.logits), in_drafters_dtype(confidence))
-    heads = Heads(q_and_confidence[0], V, parameters, drafter.target.head, q_and_confidence[1])
-    how = (objective.temperature, objective.decay, denominators)
-    value, figures = chunked(objective.terms, rows, heads, *how)
+    heads = Heads(
+        q=drafter.logits,
+        vocab_size=drafter.config.layers.vocab_size,
+        parameters=[p for p in drafter.parameters() if p.requires_grad],
+        p=drafter.target.head,
+        confidence=partial(drafter.confidence_logits, detached=objective.detach_confidence),
+        autocast=autocast,
+    )
+    temperature, decay = objective.temperature, objective.decay
+    value, figures = chunked(objective.terms, rows, heads, temperature, decay, denominators)
     if objective.base_ce:
-        base = in_drafters_dtype(lambda hidden, previous, labels: drafter.base_logits(hidden))
-        value = value + chunked("ce", rows, Heads(base, V, parameters), *how)[0]
+        base = replace(heads, q=lambda hidden, previous, labels: drafter.base_logits(hidden))
+        value = value + chunked("ce", rows, base, temperature, decay, denominators)[0]
         figures |= _coverage(drafter, hidden, blocks)
     figures |= blocks.counts | {"supervised": blocks.valid.sum()}
     num_slots = trunk.tokens.numel()

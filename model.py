@@ -18,22 +18,19 @@ Names of modules and fields are Hugging Face's, so that tensors load by name. Le
 
 import math
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 import replay
 from hf.config import HYBRID, config_json, model_fields
-from tree import ProposalTree, View, build_tree, causal_view, gather_history, gather_slots
+from support import gpu
+from tree import ProposalTree, View, causal_view, gather_history, gather_slots, write_after
 
 GATHERED_KEYS = 2**15  # keys that `gathered_attention` reads at once: bounds its memory
-FLEX_DEVICES = ("cuda",)  # where trees are scored by FlexAttention
-FLEX_QUERIES = 128  # nodes from which it pays: fewer fill no block of its mask
-FLEX_TOLERANCE = 0.02  # how far from dense attention it may be: bfloat16's digits
 LEAST = {"seed": 0, "eos_token_id": 0, "hc_count": 2, "ngram_size": 2}  # other numbers: above 0
 MULTIPLES = {  # field: another that divides it
     "num_attention_heads": "num_key_value_heads",
@@ -197,26 +194,14 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return turned if R == x.shape[-1] else torch.cat([turned, x[..., R:]], -1)
 
 
-def append_to_past(past: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
-    """The past's first num_slots entries, then the new ones: (B, num_slots + N, ...). In a cache
-    with room they fill the slots after those in use, and count as unused until a commit."""
-    if past is None:
-        return new
-    end = num_slots + new.shape[1]
-    if past.shape[1] < end:
-        return torch.cat([past[:, :num_slots], new], 1)
-    past[:, num_slots:end] = new
-    return past[:, :end]
-
-
 def attention(q: Tensor, kv: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D). Each key head serves
-    H / H_kv query heads. mask (B,1,N,T), True = visible, or one of `tree_block_mask`; None =
-    causal: the last query sees all T slots, each other one fewer than the next."""
+    H / H_kv query heads. mask (B,1,N,T), True = visible, or a BlockMask (see `tree_view`); None =
+    causal: query i sees the first T - N + i + 1 slots."""
     B, N, H, D = q.shape
     T, H_kv = kv.shape[1], kv.shape[3]
     if isinstance(mask, BlockMask):
-        return attention_in_blocks(q, kv, mask)
+        return gpu.attention_in_blocks(q, kv, mask)
     # Heads of one key head are treated as tokens: several times as fast for one token on a CPU. On
     # a GPU no fused kernel takes a mask and groups, and this repeats the mask instead of the keys.
     if N == 1 or (q.is_cuda and mask is not None and H_kv < H):
@@ -225,8 +210,8 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         mask = causal_lower_right(N, T)  # no mask is made where there is a kernel for it
     is_causal = mask is None and bool(N > 1)  # bool: torch.compile may make N a symbol
     q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
-    options = dict(is_causal=is_causal, enable_gqa=H_kv < H)
-    return F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=H_kv < H)
+    return out.transpose(1, 2)
 
 
 def attention_by_key_head(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
@@ -287,11 +272,11 @@ def index_block_ends(view: View, r: int) -> tuple[Tensor, Tensor]:
     A block that ends on the trunk is shared. One that ends at a node, wherever it begins, belongs
     to that node and its descendants (paper: branch-consistent indexer groups)."""
     T, N = view.num_trunk_slots, view.positions.shape[1]
-    is_tree = view.groups is not None
     index = torch.arange(T + N, device=view.positions.device)
-    slots = index[: T if is_tree else T + N][r - 1 :: r]  # where the packed index is the position
+    num_text_slots = T if view.is_tree else T + N  # there the packed index is the position
+    slots = index[r - 1 : num_text_slots : r]
     ends = torch.ones_like(slots, dtype=torch.bool)[None]
-    if is_tree:
+    if view.is_tree:
         slots = torch.cat([slots, index[T:]])
         nodes_end = (view.positions + 1) % r == 0
         ends = torch.cat([ends.expand(len(nodes_end), -1), nodes_end], 1)
@@ -314,14 +299,13 @@ def index_block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
     `index_block_ends`, and in the incomplete last block of each history."""
     B, N, M = chosen.shape
     T = view.num_trunk_slots
-    is_tree = view.groups is not None
-    num_text_blocks = M - N if is_tree else M
+    num_text_blocks = M - N if view.is_tree else M
     mask = chosen.new_zeros(B, N, T + N + 1)  # the last column is cut off
     mask[..., : num_text_blocks * r] = chosen[..., :num_text_blocks].repeat_interleave(r, -1)
     history = torch.stack([view.ancestor(d) for d in range(max(view.max_depth + r - 1, 1))], -1)
     depth = torch.arange(history.shape[-1], device=chosen.device)
     picked = depth < ((view.positions + 1) % r)[..., None]  # (B, N, depth) the incomplete block
-    if is_tree:  # a block that ends at a node is the node and the r - 1 tokens before it
+    if view.is_tree:  # a block that ends at a node is the node and the r - 1 tokens before it
         nodes = history[..., : view.max_depth] - T
         ends = chosen[..., num_text_blocks:].gather(2, nodes.clamp(min=0)) & (nodes >= 0)
         for shift in range(r):
@@ -333,8 +317,8 @@ def index_block_mask(chosen: Tensor, view: View, r: int) -> Tensor:
 
 def per_expert(x: Tensor, weight: Tensor, ends: Tensor | list) -> Tensor:
     """Multiply each row of x by its expert's matrix: x (n,C) is sorted by expert, weight (E,R,C),
-    ends (E,) counts the rows up to each expert's last, int32 -> (n,R). Are they a list on the host,
-    each expert has a product of its own."""
+    ends (E,) counts the rows up to each expert's last, int32 -> (n,R). If `ends` is a list, there
+    is one product per expert."""
     if isinstance(ends, Tensor):
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1])
@@ -370,71 +354,15 @@ def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]
     return multipliers, primes[number * heads :]
 
 
-# ----------------------------------------------- trees on a GPU: attention in blocks of the mask
-
-
-@lru_cache
-def compiled(function):
-    return torch.compile(function, dynamic=True)  # dynamic: every tree has a size of its own
-
-
-def tree_block_mask(tree: ProposalTree, view: View) -> BlockMask:
-    """The mask of a tree for FlexAttention, which skips blocks of 128 x 128 that are all masked:
-    of a training step's nodes, each sees few others."""
-    B, N = tree.tokens.shape
-    trunk_ends, last_descendants = tree.trunk_ends, view.last_descendants
-    T = trunk_ends.new_full((), tree.num_trunk_slots)  # a tensor: a number would be compiled in
-
-    def sees(b, head, node, slot):  # the twin of ProposalTree.view, element by element
-        other = (slot - T).clamp(min=0)
-        descends = (other <= node) & (node <= last_descendants[b, other])
-        return torch.where(slot < T, slot <= trunk_ends[b, node], descends)
-
-    make = compiled(create_block_mask) if trunk_ends.is_cuda else create_block_mask
-    return make(sees, B, None, N, tree.num_trunk_slots + N, device=trunk_ends.device)
-
-
-def attention_in_blocks(q: Tensor, kv: Tensor, mask: BlockMask) -> Tensor:
-    """`attention` by FlexAttention."""
-    q, k, v = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))  # (B, H, N, D) in the call only
-    flex = compiled(flex_attention) if q.is_cuda else flex_attention
-    return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] < q.shape[1]).transpose(1, 2)
-
-
-@lru_cache
-@torch.no_grad()
-def flex_agrees(device, dtype, H: int, H_kv: int, D: int) -> bool:
-    """Whether FlexAttention compiles here and agrees with dense attention on a random tree. Prints
-    which of the two runs."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.arange(200)[None].to(device)
-    branches = torch.randint(0, 9, (1, 20, 2, 16), generator=generator).to(device)
-    anchors = torch.arange(0, 200, 10)[None].to(device)
-    tree = build_tree(tokens, anchors.new_full((1,), 200), anchors, branches, merge=False)
-    view = tree.view()
-    shapes = ((1, tree.tokens.shape[1], H, D), (1, view.mask.shape[-1], 2, H_kv, D))
-    q, kv = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    gap = math.inf
-    why = ""
-    try:
-        blocks = attention(q, kv, tree_block_mask(tree, view))
-        gap = (blocks - attention(q, kv, view.mask)).abs().max().item()
-    except Exception as error:  # no compiler, another version, or a kernel that fails
-        why = f", {error!r:.120}"
-    path = "FlexAttention" if gap < FLEX_TOLERANCE else "dense masks"
-    print(f"attention in trees by {path} (FlexAttention's error: {gap:.0e}{why})")
-    return gap < FLEX_TOLERANCE
-
-
 def tree_view(tree: ProposalTree, config: ModelConfig, dtype: torch.dtype) -> View:
-    """A tree as the layers of a target see it. Sparse attention has a dense mask of its own."""
-    device = tree.tokens.device
+    """A tree as the layers of a target see it. On a GPU the mask of a large one is a BlockMask, but
+    not for sparse attention, which makes dense masks of its own."""
+    B, N = tree.tokens.shape
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    is_large = tree.tokens.shape[1] >= FLEX_QUERIES and not config.has_streams
-    if device.type not in FLEX_DEVICES or not is_large or not flex_agrees(device, dtype, *heads):
+    if config.has_streams or not gpu.flex_serves(N, tree.tokens.device, dtype, *heads):
         return tree.view()
     view = tree.view(mask=False)
-    view.mask = tree_block_mask(tree, view)
+    view.mask = gpu.tree_block_mask(tree.roots, view.last_descendants, tree.num_trunk_slots)
     return view
 
 
@@ -499,7 +427,7 @@ class Attention(nn.Module):
         if self.indexer:
             new |= self.indexer.keys(x, view, past)
             mask = self.indexer(x, rope, view, past, new["block"])
-        kv = append_to_past(past and past["kv"], new["kv"], view.num_trunk_slots)
+        kv = write_after(past and past["kv"], new["kv"], view.num_trunk_slots)
         if self.indexer and worth_gathering(B * N, kv.shape[1], self.indexer.max_visible):
             out = gathered_attention(q, kv, mask, self.indexer.max_visible)
         else:
@@ -551,7 +479,7 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, rope, view: View, past: dict | None, block: Tensor) -> Tensor:
         """The attention mask (B,1,N,T+N)."""
         q = self.queries(x, rope)
-        keys = append_to_past(past and past["block"], block, view.num_trunk_slots)
+        keys = write_after(past and past["block"], block, view.num_trunk_slots)
         slots, is_complete = index_block_ends(view, self.ratio)
         products = torch.einsum("bnhd,bmd->bnmh", q.float(), keys[:, slots].float())
         scores = products.relu().sum(-1) / math.sqrt(self.head_dim)  # (B, N, M)
@@ -602,7 +530,7 @@ class GatedDeltaNet(nn.Module):
         a = self.in_proj_a(x).float() + self.dt_bias.float()
         g = -self.A_log.float().exp() * F.softplus(a)  # (B, N, H)
         new = {"qkv": qkv, "k": k, "g": g}
-        if view.groups is not None:
+        if view.is_tree:
             o, new["u"] = replay.delta_rule_on_tree(q, k, v, g, beta, past, view)
         else:
             if view.valid is not None:  # padding leaves the recurrent state as it is

@@ -7,7 +7,8 @@ know yet under its key k_t, and reads with its query q_t:
     S <- e^{g_t} S     u_t = beta_t (v_t - S^T k_t)     S <- S + k_t u_t^T     o_t = S^T q_t     (1)
 
 A mask cannot isolate branches from S, because everything that ran before is mixed into it. The
-state must be rebuilt where a branch leaves the trunk (its root: without merging, the anchor):
+state must be rebuilt after the last trunk position in a branch's history. This position is the
+branch's *root*. Without merging it is the anchor.
 
     1. `recurrent` is equation (1), token by token.
     2. `delta_rule_chunk` computes it for many tokens at once. Each u_t is linear in the u of the
@@ -23,28 +24,27 @@ state must be rebuilt where a branch leaves the trunk (its root: without merging
        It is `delta_rule_chunk` with the tree's ancestors as the tokens before.
 
 Shapes: q, k (..., N, H_k, D_k), v, u, o (..., N, H, D_v), g, beta (..., N, H), S (..., H, D_k,
-D_v). Value head j uses key head j // (H / H_k). All sums are float32, whatever the target's dtype.
-Left out: the state after every node, because only a commit needs one, and `advance_state` gives it
-then. On a GPU the trunk's step 2 is left to flash-linear-attention's kernels, if they are there
-and agree.
+D_v). Value head j uses key head j // (H / H_k). All is float32, sums of g float64, whatever the
+target's dtype. Left out: the state after every node, because only a commit needs one, and
+`advance_state` gives it then. On a GPU the trunk's step 2 is left to the kernels of
+flash-linear-attention, if the package is installed and its numbers agree with ours.
 
     python replay.py            eight tokens: states, a replay and two branches in numbers
     pytest tests/test_replay.py
 """
 
 import math
-import os
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from support import gpu
 from tree import View, build_tree, gather_history, gather_slots
 
 CHUNK = 64  # tokens whose u are computed at once; memory grows with its square
+# The least logarithm of a decay: e^-80 is 2e-35. Below -87 a CPU's exp is up to 70 times slower.
+FAINTEST = -80.0
 PER_TOKEN = ("qkv", "k", "u", "g")  # what a linear layer keeps of each token
-KERNEL_DEVICES = ("cuda",)  # where flash-linear-attention's kernels run
-KERNEL_TOLERANCE = 1e-5  # how far from ours they may be, as a share of the largest number
 
 # ------------------------------------------- 1 and 2. the rule: token by token, many tokens at once
 
@@ -83,8 +83,9 @@ def delta_rule_chunk(q, k, v, g, beta, state: Tensor, seen: Tensor) -> tuple[Ten
     # (..., H, N, 1) the sum of g along each history, in float64: after a strong gate two sums are
     # large and their difference, a weak gate, may be small
     G = seen.double() @ g.double().mT[..., None]
-    decay = torch.where(seen, (G - G.mT).to(g.dtype), -torch.inf).exp()  # (..., H, N, N)
-    G = G.to(g.dtype)
+    # (..., H, N, N) what is left at token i of what token j wrote
+    decay = torch.where(seen, (G - G.mT).to(g.dtype), FAINTEST).clamp(min=FAINTEST).exp() * seen
+    G = G.to(g.dtype).clamp(min=FAINTEST)
     unknown = beta * (v - G.exp() * (k @ state))  # what the state does not know yet
     among = beta * (k @ k.mT) * decay  # how much of it the other tokens write
     u = torch.linalg.solve_triangular(among, unknown, upper=False, unitriangular=True)
@@ -106,10 +107,9 @@ def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
 def delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens=()) -> tuple[Tensor, ...]:
     """`recurrent` for a stretch of text -> o, u, states (B,M,H,D_k,D_v): one after each
     checkpoint token, then one after the last token. On a GPU by outside kernels, if they agree."""
-    ends_of_chunks = all((token + 1) % CHUNK == 0 for token in checkpoint_tokens)
-    if v.device.type in KERNEL_DEVICES and ends_of_chunks and not v.requires_grad:
-        if kernels_agree(v.device, *k.shape[-2:], *v.shape[-2:]):
-            return kernel_delta_rule(q, k, v, g, beta, state, checkpoint_tokens)
+    end_chunks = all((token + 1) % CHUNK == 0 for token in checkpoint_tokens)
+    if end_chunks and gpu.rule_serves(chunk_by_chunk, CHUNK, k, v):
+        return gpu.kernel_delta_rule(q, k, v, g, beta, state, checkpoint_tokens, CHUNK)
     return chunk_by_chunk(q, k, v, g, beta, state, checkpoint_tokens)
 
 
@@ -129,51 +129,6 @@ def chunk_by_chunk(q, k, v, g, beta, state: Tensor, checkpoint_tokens) -> tuple[
             states.append(state)
     states.append(state)
     return torch.cat(outputs, 1), torch.cat(written, 1), torch.stack(states, 1)
-
-
-def kernel_delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens):
-    """`delta_rule` by flash-linear-attention's kernels (pip install flash-linear-attention). Its
-    public function hides u and the states between chunks, so its parts are called, in float32."""
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # not TF32
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
-    from fla.ops.common.chunk_o import chunk_fwd_o
-    from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
-    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
-    from fla.ops.utils import chunk_local_cumsum, solve_tril
-    from fla.ops.utils.constant import RCP_LN2
-
-    q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
-    G = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2)  # the kernels use 2**G, not e**G
-    A = chunk_scaled_dot_kkt_fwd(k=k, g=G, beta=beta, chunk_size=CHUNK, output_dtype=torch.float32)
-    A = solve_tril(A=A, output_dtype=torch.float32)
-    w, unknown = recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=G)
-    before, u, last = chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=unknown, g=G, initial_state=state, output_final_state=True, chunk_size=CHUNK
-    )
-    o = chunk_fwd_o(q=q, k=k, v=u, h=before, g=G, scale=1.0, chunk_size=CHUNK)
-    after = torch.cat([before[:, 1:], last[:, None]], 1)  # the state after each chunk
-    return o, u, after[:, [*((token + 1) // CHUNK - 1 for token in checkpoint_tokens), -1]]
-
-
-@lru_cache
-@torch.no_grad()
-def kernels_agree(device, H_k: int, D_k: int, H: int, D_v: int) -> bool:
-    """Whether the kernels agree with `chunk_by_chunk` on random tokens. Prints which path runs."""
-    generator = torch.Generator().manual_seed(0)
-    N = 2 * CHUNK + 7
-    shapes = ((N, H_k, D_k), (N, H_k, D_k), (N, H, D_v), (N, H), (N, H), (H, D_k, D_v))
-    q, k, v, g, beta, S = (torch.randn(2, *s, generator=generator).to(device) for s in shapes)
-    tokens = (l2_normed(q), l2_normed(k), v, -g.abs() / 9, beta.sigmoid(), S / D_k, (CHUNK - 1,))
-    gap = math.inf
-    why = ""
-    try:
-        pairs = zip(kernel_delta_rule(*tokens), chunk_by_chunk(*tokens))
-        gap = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
-    except Exception as error:  # not installed, another version, or a kernel that fails
-        why = f", {error!r:.120}"
-    path = "flash-linear-attention" if gap < KERNEL_TOLERANCE else "torch operations"
-    print(f"gated delta rule by {path} (the kernels' relative error: {gap:.0e}{why})")
-    return gap < KERNEL_TOLERANCE
 
 
 # --------------------------------------------------------- 3 to 5. checkpoints, replay and the tree
@@ -210,25 +165,23 @@ def positional_names(state: dict) -> list[str]:
 
 
 def extended_checkpoints(
-    past: dict | None, new: dict, path: Tensor, lengths: Tensor, checkpoint_tokens, keep_last: bool
+    past: dict | None, new: dict, path: Tensor, lengths: Tensor, checkpoint_tokens=()
 ) -> dict:
-    """The trunk's checkpoints after a commit. path (B,P): the indices in `new` of the tokens that
-    join the trunk of `lengths` tokens, then -1. Kept are the old checkpoints, and the states after
-    each checkpoint token (a column of path) and after the new last token; with keep_last also the
-    state after the old last token."""
+    """The trunk's checkpoints after tokens have joined it. path (B,P): their indices in `new`, then
+    -1; they follow the trunk's `lengths` tokens. Kept are the old checkpoints, and the states after
+    each checkpoint token (a column of path) and after the new last token, not the old one."""
     last = lengths - 1 + (path >= 0).sum(1)  # (B,) the new last token
     after = [torch.minimum(lengths + token, last) for token in checkpoint_tokens] + [last]
     after = torch.stack(after, 1)  # (B, M)
-    if "states" in new:  # a stretch of text
+    if "states" in new:  # of a stretch of text; those of a tree's nodes are not known yet
         states = new["states"]
-    else:  # nodes of a tree: their states are not known yet
+    else:
         joins = (path >= 0)[..., None]
         k, u, g = (gather_slots(new[name], path.clamp(min=0)) for name in ("k", "u", "g"))
         states = advance_state(past["states"][:, -1], k, u * joins[..., None], g * joins)[:, None]
     if past is not None:
-        old = slice(None, None if keep_last else -1)
-        states = torch.cat([past["states"][:, old], states], 1)
-        after = torch.cat([past["after"][:, old], after], 1)
+        states = torch.cat([past["states"][:, :-1], states], 1)
+        after = torch.cat([past["after"][:, :-1], after], 1)
     return {"states": states, "after": after}
 
 
@@ -292,9 +245,9 @@ def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple
         state = v.new_zeros(B, P, v.shape[-2], k.shape[-1], v.shape[-1])
     else:
         if view.longest_replay is None and "tail_start" not in past:
-            nearest, _ = nearest_checkpoints(past, view.roots)
-            view.longest_replay = int((view.roots - nearest).max())
-        state = replay_states(past, view.roots, view.longest_replay)
+            nearest, _ = nearest_checkpoints(past, view.group_roots)
+            view.longest_replay = int((view.group_roots - nearest).max())
+        state = replay_states(past, view.group_roots, view.longest_replay)
     q, k, v, g, beta = (x[rows, nodes] for x in (q, k, v, g, beta))  # (B, P, m, ...)
     g, beta = g * is_node[..., None], beta * is_node[..., None]
     o, u = delta_rule_chunk(q, k, v, g, beta, state, seen & is_node[..., None, :])

@@ -107,7 +107,6 @@ class Options:
     stop_ids: frozenset = frozenset()
     batch_size: int = 32  # prompts decoded at once
     draft_length: int = 0  # drafts verified per round; 0: all that the drafter proposes
-    draft_sampling: Sampling | None = None  # how drafts are drawn; None: as `sampling` says
     # confidence logits (B, W) -> how many drafts of each row are verified (B,). This costs a second
     # synchronisation with the host per round, because it decides how much is run.
     # Whether y_k is verified may depend on logits[:, :k] alone; else the text is not the target's.
@@ -125,8 +124,6 @@ class Options:
         if not 0 <= self.draft_length <= W:
             limit = f"the drafter proposes {W} tokens" if drafter else "there is no drafter"
             raise ValueError(f"draft_length is {self.draft_length}: {limit} (0 verifies all)")
-        if self.sampling.temperature == 0 and self.draft_sampling not in (None, GREEDY):
-            raise ValueError("at temperature 0 drafts are greedy too: leave draft_sampling out")
         if self.choose and not (drafter and drafter.has_confidence):
             raise ValueError("choosing by confidence needs a drafter with a confidence head")
         limit = target.config.max_position_embeddings
@@ -201,12 +198,15 @@ class Batch:
         self.W = drafter.config.num_draft_tokens if drafter else 0
         self.lengths = [len(prompt) for prompt in prompts]  # of the prompts' trunks, on the host
         self.results = [Result() for _ in prompts]
-        self.rows = list(range(len(prompts)))  # number of each row's prompt
-        self.alive = self.rows  # the rows whose texts go on
+        self.prompt_of_row = list(range(len(prompts)))
+        self.alive = self.prompt_of_row  # the prompts whose texts go on
         device = target.lm_head.weight.device
-        self.going = torch.ones(len(prompts), dtype=torch.bool, device=device)  # (B,) the same
-        self.slots_at_once = SLOTS_ON_GPU if self.going.is_cuda else 1
-        leaves_late = self.going.is_cuda and not (options.watch or options.choose)  # see all rows
+        # (B,) bool on the device: this row's text goes on
+        self.row_is_alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        on_gpu = device.type == "cuda"
+        self.slots_at_once = SLOTS_ON_GPU if on_gpu else 1
+        # watch and choose must see all rows, so rows leave at once
+        leaves_late = on_gpu and not (options.watch or options.choose)
         self.share_ended = SHARE_ENDED_ON_GPU if leaves_late else 0
         self.noise = self._noise(prompt_ids)
         self.num_rounds = 0
@@ -232,8 +232,7 @@ class Batch:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = torch.tensor(self.lengths, device=device)
         taps = self.drafter.config.target_layer_ids if self.drafter else ()
-        most = self.options.max_new_tokens
-        room = most + 2 * (self.W + 1) + self.slots_at_once - 1
+        room = self.options.max_new_tokens + 2 * (self.W + 1) + self.slots_at_once - 1
         self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
         self.memory = None
         if self.drafter:
@@ -255,29 +254,36 @@ class Batch:
         """The slots that attention sees of so many tokens."""
         return math.ceil(num_tokens / self.slots_at_once) * self.slots_at_once
 
-    def round(self) -> None:
-        """One round of the algorithm at the top of this file, for every row."""
+    def round(self) -> tuple[Tensor, Tensor | None, Scored, Tensor, Tensor]:
+        """One round of the algorithm at the top of this file, for every row. Returns its parts:
+        drafts and q, what the target gave, the number accepted and the next token."""
         self.num_rounds += 1
         drafts, q = self.draft()
         tree, scored = self.score(drafts)
         num_accepted, token = self.verify(drafts, q, scored)
         self.commit(drafts, tree, scored, num_accepted, token)
         self.retire(drafts, tree, num_accepted)
+        return drafts, q, scored, num_accepted, token
 
     def draft(self) -> tuple[Tensor, Tensor | None]:
         """1. Drafts (B,n) after the anchors, and what they were drawn from (B,n,V)."""
         positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
         self.trunk.tokens.scatter_(1, positions, self.anchor[:, None])
         if not self.drafter:
-            return self.anchor.new_zeros(len(self.rows), 0), None
+            return self.anchor.new_zeros(len(self.anchor), 0), None
         self.memory.width = self._num_slots(self.trunk.width)
         is_drawn = self.sampling.temperature > 0
         uniforms = None
         if is_drawn:
             uniforms = self.noise[:, self.num_rounds, : self.W].view(-1, 1, 1, self.W)
-        how = dict(uniforms=uniforms, memory=self.memory, keep_probs=is_drawn)
-        sampling = self.options.draft_sampling or self.sampling
-        proposal = self.drafter.propose(self.trunk, positions, sampling=sampling, **how)
+        proposal = self.drafter.propose(
+            self.trunk,
+            positions,
+            sampling=self.sampling,
+            uniforms=uniforms,
+            memory=self.memory,
+            keep_probs=is_drawn,
+        )
         n = min(self.options.draft_length or self.W, self.W)
         drafts = proposal.tokens[:, 0, 0, :n]  # (B, n)
         if self.options.choose:
@@ -292,8 +298,9 @@ class Batch:
         """2. One pass of the target over the chain of anchor and drafts (B,n)."""
         trunk = self.trunk
         tokens = trunk.tokens[:, : self._num_slots(trunk.width + 1)]
-        chain = (trunk.lengths[:, None], drafts[:, None, None])  # (B, 1), (B, 1, 1, n)
-        tree = build_tree(tokens, trunk.lengths, *chain, merge=False, include_anchor=True)
+        anchors = trunk.lengths[:, None]  # (B, 1)
+        chain = drafts[:, None, None]  # (B, 1, 1, n)
+        tree = build_tree(tokens, trunk.lengths, anchors, chain, include_anchor=True)
         return tree, self.target.score(trunk, tree)
 
     def verify(self, drafts: Tensor, q: Tensor | None, scored: Scored) -> tuple[Tensor, Tensor]:
@@ -311,7 +318,7 @@ class Batch:
         positions = self.trunk.lengths
         number = torch.arange(drafts.shape[1] + 1, device=drafts.device)
         nodes = tree.p_index[:, 0, 0] - tree.num_trunk_slots  # (B, n+1)
-        joins = (number <= num_accepted[:, None]) & self.going[:, None]
+        joins = (number <= num_accepted[:, None]) & self.row_is_alive[:, None]
         path = torch.where(joins, nodes, -1)
         if self.options.watch:
             self.options.watch.round(self.alive, positions, drafts, scored, path)
@@ -319,14 +326,14 @@ class Batch:
         if self.drafter:
             taps = gather_slots(scored.taps, path.clamp(min=0))
             self.memory = self.drafter.extend(self.memory, taps, positions)
-        self.anchor = torch.where(self.going, token, self.anchor)
+        self.anchor = torch.where(self.row_is_alive, token, self.anchor)
 
     def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> None:
         """Record the round in the results, and drop the rows whose text has ended."""
         num_nodes = tree.valid.sum(1, keepdim=True)
         report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
         # the round's one synchronisation with the host (an n-gram table on the host adds its own)
-        for number, (count, nodes, *ids) in zip(self.rows, report.tolist()):
+        for number, (count, nodes, *ids) in zip(self.prompt_of_row, report.tolist()):
             result = self.results[number]
             if not result.finish_reason:
                 result.num_rounds += 1
@@ -336,24 +343,24 @@ class Batch:
         self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Drop the rows whose texts have ended once they are enough."""
-        going = [not self.results[number].finish_reason for number in self.rows]
-        num_ended = going.count(False)
-        if num_ended > len(self.rows) - len(self.alive):  # more than before
-            self.alive = list(itertools.compress(self.rows, going))
-            if num_ended >= self.share_ended * len(self.rows):
-                self._select([row for row, goes in enumerate(going) if goes])
+        """Drop the rows whose texts have ended once a large enough share of the rows has ended."""
+        is_alive = [not self.results[number].finish_reason for number in self.prompt_of_row]
+        num_ended = is_alive.count(False)
+        if num_ended > len(is_alive) - len(self.alive):  # more than before
+            self.alive = list(itertools.compress(self.prompt_of_row, is_alive))
+            if num_ended >= self.share_ended * len(is_alive):
+                self._select([row for row, alive in enumerate(is_alive) if alive])
             else:
-                self.going = torch.tensor(going, device=self.anchor.device)
-        self.trunk.width = max((self.lengths[number] for number in self.rows), default=0)
+                self.row_is_alive = torch.tensor(is_alive, device=self.anchor.device)
+        self.trunk.width = max((self.lengths[number] for number in self.prompt_of_row), default=0)
 
     def _select(self, rows: list[int]) -> None:
-        self.rows = self.alive
+        self.prompt_of_row = self.alive
         rows = torch.tensor(rows, dtype=torch.long, device=self.anchor.device)
         self.trunk = self.trunk.select(rows)
         self.memory = None if self.memory is None else self.memory.select(rows)
         self.anchor = self.anchor[rows]
-        self.going = self.going.new_ones(len(rows))
+        self.row_is_alive = self.row_is_alive.new_ones(len(rows))
         self.noise = None if self.noise is None else self.noise[rows]
 
 
@@ -376,8 +383,14 @@ def generate(
     options.check(target, drafter, prompts)
     prompt_ids = options.prompt_ids or list(range(len(prompts)))
     results = []
-    how = dict(unit=" tokens", unit_scale=True, leave=False, disable=not options.progress)
-    with tqdm(total=len(prompts) * max_new_tokens, desc=options.progress, **how) as bar:
+    with tqdm(
+        total=len(prompts) * max_new_tokens,
+        desc=options.progress,
+        unit=" tokens",
+        unit_scale=True,
+        leave=False,
+        disable=not options.progress,
+    ) as bar:
         for start in range(0, len(prompts), options.batch_size):
             part = slice(start, start + options.batch_size)
             batch = Batch(target, drafter, prompts[part], prompt_ids[part], options)
@@ -413,16 +426,11 @@ def lesson() -> None:
     print(f"W = 3, temperature 1. Prompt {prompt}.")
     print(f"Prefill commits {batch.results[0].tokens}: it is the first anchor.")
     for number in (1, 2):
-        batch.num_rounds = number
         anchor = batch.anchor.item()
-        drafts, q = batch.draft()
-        tree, scored = batch.score(drafts)
-        p = PLAIN.probs(target.head(scored.hidden[:, 0, 0]))
-        num_accepted, token = batch.verify(drafts, q, scored)
         print(f"\nround {number}, anchor {anchor} at position {batch.trunk.lengths.item()}")
+        drafts, q, scored, num_accepted, token = batch.round()
+        p = PLAIN.probs(target.head(scored.hidden[:, 0, 0]))
         _show_verification(batch, drafts[0], p[0], q[0], num_accepted.item(), token.item())
-        batch.commit(drafts, tree, scored, num_accepted, token)
-        batch.retire(drafts, tree, num_accepted)
     result = batch.results[0]
     al = f"{result.num_committed} tokens in {result.num_rounds} verifications"
     print(f"\ntext so far {result.tokens}: {al}, AL {result.acceptance_length:.2f}")
@@ -434,7 +442,7 @@ def lesson() -> None:
 
 
 def _show_verification(batch: Batch, drafts, p, q, num_accepted: int, token: int) -> None:
-    """p (n+1,V), q (n,V) of one row."""
+    """Print how drafts (n,) of one row were judged, by p (n+1,V) and q (n,V)."""
     uniforms = batch.noise[0, batch.num_rounds, batch.W :].tolist()
     for k, y in enumerate(drafts.tolist()):
         p_y = p[k, y].item()
@@ -506,12 +514,16 @@ def read_texts(config: ServeConfig, tokenizer) -> list[str]:
 def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
     """Results and tokens/s, after a short run that warms up."""
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    length = config.max_new_tokens
-    how = dict(batch_size=config.batch_size, draft_length=config.draft_length)
-    rest = (sampling, config.seed, stop_ids)
-    generate(target, drafter, prompts[:1], min(8, length), *rest, **how)
+    options = dict(
+        sampling=sampling,
+        seed=config.seed,
+        stop_ids=stop_ids,
+        batch_size=config.batch_size,
+        draft_length=config.draft_length,
+    )
+    generate(target, drafter, prompts[:1], min(8, config.max_new_tokens), **options)
     begin = time.perf_counter()
-    results = generate(target, drafter, prompts, length, *rest, **how)
+    results = generate(target, drafter, prompts, config.max_new_tokens, **options)
     num_tokens = sum(len(result.tokens) for result in results)
     return results, num_tokens / (time.perf_counter() - begin)
 

@@ -25,7 +25,15 @@ from hf.files import model_folder, read_json
 from hf.tensors import has_other_head, in_shards, layout, load_weights, stored_dtype
 from model import Decoder, ModelConfig, init_weights, tree_view
 from support.files import write_json, write_tensors
-from tree import ProposalTree, build_tree, causal_view, gather_slots, with_room, write_slots
+from tree import (
+    ProposalTree,
+    build_tree,
+    causal_view,
+    first_slots,
+    gather_slots,
+    with_room,
+    write_path,
+)
 
 TWO_TENSORS = "tie_word_embeddings is true, but lm_head differs from the embedding: both are used"
 PREFILL_TOKENS = 1024  # run at once: memory then grows with a text's length, not its square
@@ -87,7 +95,6 @@ class Trunk:
     hidden: Tensor | None = None  # (B, S, C) final hidden; None once decoding has no use for it
     taps: Tensor | None = None  # (B, S, len(tap_ids) * C), likewise
     checkpoint_every: int = 0  # tokens between recurrent states kept; 0: only the last state
-    last_checkpoint: int = 0  # trunk width from which the tokens to the next one are counted
 
     def select(self, rows: Tensor, width: int | None = None) -> "Trunk":
         """The trunk of these rows only. `width`: none of them is longer."""
@@ -116,7 +123,8 @@ class Trunk:
 class Scored:
     """What one pass over a tree gives."""
 
-    hidden: Tensor  # (B, A, K, W+1, C) gives p_1..p_{W+1}; without meaning where p_index is -1
+    # (B, A, K, W+1, C) p_k = head(hidden at p_index[k-1]); without meaning where p_index is -1
+    hidden: Tensor
     node_hidden: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[dict]  # what each layer remembers of the nodes, (B, N, ...); empty: not kept
@@ -174,27 +182,32 @@ class Target(nn.Module):
         if chunk < 1 or checkpoint_every < 0:
             raise ValueError(f"chunk {chunk}, checkpoint_every {checkpoint_every}: too small")
         tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
-        tokens = with_room(tokens.clone(), T + room)
         nothing_run = torch.zeros_like(lengths)
-        trunk = Trunk(tokens, nothing_run, [], tap_ids, 0, checkpoint_every=checkpoint_every)
-        spacing = checkpoint_every or T + 1
-        outputs = []
-        for start in range(0, T, chunk):
-            part = tokens[:, start : min(start + chunk, T)]
-            n = part.shape[1]
-            numbers = torch.arange(n, device=tokens.device)
-            valid = start + numbers < lengths[:, None]  # (B, n)
-            checkpoint_tokens = tuple(range(spacing - 1 - start % spacing, n, spacing))
-            view = causal_view(B, n, tokens.device, start, valid, checkpoint_tokens)
-            hidden, taps, new_states = self.model(part, view, trunk.states, tap_ids)
-            path = torch.where(valid, numbers, -1)
-            states = self._extend_states(trunk, new_states, path, start + n, checkpoint_tokens)
-            run = trunk.lengths + valid.sum(1)
-            trunk = replace(trunk, lengths=run, states=states, width=start + n)
-            outputs.append((hidden, taps))
-        hidden = torch.cat([hidden for hidden, _ in outputs], 1)
-        taps = torch.cat([taps for _, taps in outputs], 1) if tap_ids else None
-        return replace(trunk, width=longest, last_checkpoint=longest, hidden=hidden, taps=taps)
+        cache = with_room(tokens.clone(), T + room)
+        trunk = Trunk(cache, nothing_run, [], tap_ids, 0, checkpoint_every=checkpoint_every)
+        outputs, tapped = [], []
+        for part in tokens.split(chunk, 1):
+            trunk, hidden, taps = self._run_part(trunk, part, lengths)
+            outputs.append(hidden)
+            tapped.append(taps)
+        taps = torch.cat(tapped, 1) if tap_ids else None
+        return replace(trunk, width=longest, hidden=torch.cat(outputs, 1), taps=taps)
+
+    def _run_part(self, trunk: Trunk, tokens: Tensor, lengths: Tensor) -> tuple:
+        """Run the next n tokens (B,n) of a prefill; those after lengths (B,) are padding -> the
+        longer trunk, hidden (B,n,C), taps."""
+        B, n = tokens.shape
+        start = trunk.width
+        numbers = torch.arange(n, device=tokens.device)
+        valid = start + numbers < lengths[:, None]  # (B, n)
+        spacing = trunk.checkpoint_every or start + n + 1  # else no token is the last of a spacing
+        checkpoint_tokens = tuple(range(spacing - 1 - start % spacing, n, spacing))
+        view = causal_view(B, n, tokens.device, start, valid, checkpoint_tokens)
+        hidden, taps, new_states = self.model(tokens, view, trunk.states, trunk.tap_ids)
+        path = torch.where(valid, numbers, -1)
+        states = self._extend_states(trunk, new_states, path, start + n, checkpoint_tokens)
+        run = trunk.lengths + valid.sum(1)
+        return replace(trunk, lengths=run, states=states, width=start + n), hidden, taps
 
     @torch.no_grad()
     def score(self, trunk: Trunk, tree: ProposalTree, keep: bool = True) -> Scored:
@@ -204,19 +217,24 @@ class Target(nn.Module):
         The trunk stays as it was, but for slots that are not in use. A trunk that keeps only its
         last recurrent state (checkpoint_every=0) takes chains at its end only: anchors = lengths.
         """
-        if not tree.anchor_is_node and trunk.hidden is None:
+        if not tree.include_anchor and trunk.hidden is None:
             raise ValueError("this trunk keeps no hidden states, so p_1 cannot come from it")
-        if not tree.anchor_is_node and any("tail_start" in state for state in trunk.states):
+        has_linear = any(layer.is_linear for layer in self.model.layers)
+        if not tree.include_anchor and has_linear and not trunk.checkpoint_every:
             raise ValueError("this trunk keeps recurrent state only at its end")
         B, A, K, W1 = tree.p_index.shape
         T = tree.num_trunk_slots
-        past = [_first_slots(state, T, trunk.width) for state in trunk.states]
+        # In decoding T includes the anchor, which has no entry yet, so room is made.
+        past = []
+        for state in trunk.states:
+            names = replay.positional_names(state)
+            past.append(state | {n: first_slots(state[n], T, trunk.width) for n in names})
         view = tree_view(tree, self.config, self.lm_head.weight.dtype)
         tap_ids = trunk.tap_ids if keep else ()
         node_hidden, taps, states = self.model(tree.tokens, view, past, tap_ids, keep)
         index = tree.p_index.view(B, -1)
         hidden = gather_slots(node_hidden, (index - T).clamp(min=0))  # (B, A*K*(W+1), C)
-        if not tree.anchor_is_node:
+        if not tree.include_anchor:
             on_trunk = gather_slots(trunk.hidden, index.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((index >= T)[..., None], hidden, on_trunk)
         return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
@@ -231,33 +249,30 @@ class Target(nn.Module):
         """Let the accepted nodes join the trunk. path (B,P): node numbers in order, then -1.
 
         It writes in place where there is room, so go on with the trunk returned, not the old one.
-        All P columns are written; those of -1 lie after the new length, where nobody reads."""
+        All P columns are written; those of -1 lie after the new length, where nobody reads. No
+        recurrent states are kept between the last checkpoint of the prefill and the new end."""
         width = trunk.width + path.shape[1]
-        # keep the state after the last token if the last checkpoint lies far enough before it
-        keep_last = 0 < trunk.checkpoint_every <= trunk.width - trunk.last_checkpoint
-        states = self._extend_states(trunk, scored.states, path, width, keep_last=keep_last)
         return replace(
             trunk,
-            tokens=_append(trunk.tokens, tree.tokens, path, trunk.lengths, width),
-            hidden=_append(trunk.hidden, scored.node_hidden, path, trunk.lengths, width),
-            taps=_append(trunk.taps, scored.taps, path, trunk.lengths, width),
+            tokens=write_path(trunk.tokens, tree.tokens, path, trunk.lengths, width),
+            hidden=write_path(trunk.hidden, scored.node_hidden, path, trunk.lengths, width),
+            taps=write_path(trunk.taps, scored.taps, path, trunk.lengths, width),
             lengths=trunk.lengths + (path >= 0).sum(1),
-            states=states,
+            states=self._extend_states(trunk, scored.states, path, width),
             width=width,
-            last_checkpoint=trunk.width if keep_last else trunk.last_checkpoint,
         )
 
-    def _extend_states(
-        self, trunk, new_states, path, width: int, checkpoint_tokens=(), keep_last=False
-    ) -> list[dict]:
-        """What each layer remembers once the tokens at indices path (B,P) have joined."""
+    def _extend_states(self, trunk, new_states, path, width, checkpoint_tokens=()) -> list[dict]:
+        """What each layer remembers once the tokens at indices path (B,P) have joined the trunk of
+        at most `width` tokens, in a prefill with the states after checkpoint_tokens."""
         room = max(trunk.tokens.shape[1], width)
         states = []
-        for past, new in zip(trunk.states or [None] * len(new_states), new_states):
+        pasts = trunk.states or [None] * len(new_states)
+        for layer, past, new in zip(self.model.layers, pasts, new_states):
             state = {}
-            if "u" in new:  # a linear layer
+            if layer.is_linear:
                 state = replay.extended_checkpoints(
-                    past, new, path, trunk.lengths, checkpoint_tokens, keep_last
+                    past, new, path, trunk.lengths, checkpoint_tokens
                 )
                 if not trunk.checkpoint_every:
                     size = max(self.config.linear_conv_kernel_dim - 1, 1)  # for its convolution
@@ -266,7 +281,7 @@ class Target(nn.Module):
                 if past is None:  # nothing is there yet: token n belongs in slot n
                     state[name] = with_room(new[name], room)
                 else:
-                    state[name] = _append(past[name], new[name], path, trunk.lengths, width)
+                    state[name] = write_path(past[name], new[name], path, trunk.lengths, width)
             states.append(state)
         return states
 
@@ -336,25 +351,6 @@ class Target(nn.Module):
         dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
         names = {"architectures": [FAMILIES[self.config.model_type]], "dtype": dtype}
         write_json(folder / "config.json", names | self.config.to_dict() | extra)
-
-
-def _append(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | None:
-    """Write the tokens of new (B,N,...) at indices path (B,P) into cache, after lengths (B,)."""
-    if cache is None or new is None:
-        return cache
-    if cache.shape[1] < width:  # more than was reserved: double it
-        cache = with_room(cache, 2 * width)
-    slots = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-    write_slots(cache, gather_slots(new, path.clamp(min=0)), slots)
-    return cache
-
-
-def _first_slots(state: dict, T: int, width: int) -> dict:
-    """What a layer remembers, with at least T slots: T may count an anchor that has not run yet.
-    Where the trunk is longer, it is cut to T slots, so no node is written over a slot in use."""
-    end = T if T < width else None
-    cut = {name: with_room(state[name], T)[:, :end] for name in replay.positional_names(state)}
-    return state | cut
 
 
 def _count_tokens(folder: Path, vocab_size: int) -> int:

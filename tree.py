@@ -13,7 +13,8 @@ where its history leaves it, and its own ancestors, itself included; nothing els
 p_1 comes from the trunk's own hidden state at a, and y_W needs no node in training: at most W - 1
 nodes per branch. With `merge` (beyond the paper, the same p) the branches form one trie over the
 trunk and all anchors: a branch lies on the trunk while it repeats the trunk, and branches with
-equal histories share nodes. A prefill is the tree in which each token follows the one before it;
+equal histories share nodes. The last trunk position in a node's history is its *root*; without
+merging it is the anchor. A prefill is the tree in which each token follows the one before it;
 a decoding round is the tree with one branch.
 
     python tree.py              ten trunk tokens, three branches, and all of these tables
@@ -34,16 +35,16 @@ class View:
 
     Without groups it is the view of a *stretch of text*: each token follows the one before it, and
     packed index = position. (A drafter's blocks have a View without groups too; layers read only
-    its positions, T and mask.) With groups the tokens are the nodes of a tree, grouped by the trunk
-    position at which their histories leave the trunk (the root)."""
+    its positions, T and mask.) With groups the tokens are the nodes of a tree, grouped by root."""
 
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
     parents: Tensor  # (B, N) packed index of the token before it, -1 for none
     num_trunk_slots: int = 0  # T
-    mask: Tensor | None = None  # (B, 1, N, T+N) bool, True = visible (model.py has another form);
+    # (B, 1, N, T+N) bool, True = visible, or a BlockMask, on a GPU;
     # None = causal: token i sees all of the T older ones, and the first i + 1 of the N
+    mask: Tensor | None = None
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
-    roots: Tensor | None = None  # (B, P) trunk position of each group, -1 for the start
+    group_roots: Tensor | None = None  # (B, P) the root of each group, -1 for the start
     groups: Tensor | None = None  # (B, P, m) node numbers, -1 after the last
     last_descendants: Tensor | None = None  # (B, N) of a tree, see `descends`
     max_depth: int = 0  # of a tree: no chain has more nodes
@@ -52,6 +53,10 @@ class View:
     longest_replay: int | None = None
     seen_in_groups: Tensor | None = None  # (B, P, m, m)
     _ancestors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_tree(self) -> bool:
+        return self.groups is not None
 
     def descends(self, node: Tensor, other: Tensor) -> Tensor:
         """Whether nodes (B,...) of a tree are others (B,...) or descend from them. Nodes come in
@@ -69,7 +74,7 @@ class View:
         while len(self._ancestors) <= depth:
             last = self._ancestors[-1]
             above = (last - 1).clamp(min=-1)  # on the trunk: the position before
-            if self.groups is not None:
+            if self.is_tree:
                 parents = self.parents.gather(1, (last - T).clamp(min=0))
                 above = torch.where(last >= T, parents, above)
             self._ancestors.append(above)
@@ -97,15 +102,12 @@ def causal_view(
     return View(positions, positions - 1, T, None, valid, checkpoint_tokens=checkpoint_tokens)
 
 
+# ------------------------------------- caches: tensors (B, S, ...) with one slot per trunk position
+
+
 def gather_slots(values: Tensor, index: Tensor) -> Tensor:
-    """values (B,T,...) at index (B,P) -> (B,P,...)."""
+    """values (B,S,...) at index (B,P) -> (B,P,...)."""
     return values[torch.arange(len(values), device=values.device)[:, None], index]
-
-
-def write_slots(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Write new (B,P,...) into cache (B,S,...) at slots (B,P), in place."""
-    rows = torch.arange(len(cache), device=cache.device)[:, None]
-    cache[rows, slots] = new.to(cache.dtype)
 
 
 def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -> Tensor:
@@ -124,13 +126,50 @@ def gather_history(past: Tensor | None, new: Tensor, index: Tensor, T, base=0) -
     return torch.where(match(index >= 0), entries, 0)
 
 
-def with_room(cache: Tensor, width: int) -> Tensor:
-    """cache (B,S,...) with at least `width` slots. New slots are zero: a masked slot is multiplied
-    by its weight 0, and 0 times NaN would be NaN."""
-    missing = width - cache.shape[1]
+def first_slots(cache: Tensor, T: int, num_used: int) -> Tensor:
+    """The cache with at least T slots, of which num_used are in use. If these are more, it is cut
+    to T slots, so that nothing new is written over them."""
+    cache = with_room(cache, T)
+    return cache[:, :T] if T < num_used else cache
+
+
+def with_room(cache: Tensor, num_slots: int) -> Tensor:
+    """The cache with at least so many slots. New slots are zero: a masked slot is multiplied by its
+    weight 0, and 0 times NaN would be NaN."""
+    missing = num_slots - cache.shape[1]
     if missing <= 0:
         return cache
     return torch.cat([cache, cache.new_zeros(len(cache), missing, *cache.shape[2:])], 1)
+
+
+def write_slots(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write new (B,P,...) into the cache at slots (B,P), in place."""
+    rows = torch.arange(len(cache), device=cache.device)[:, None]
+    cache[rows, slots] = new.to(cache.dtype)
+
+
+def write_after(cache: Tensor | None, new: Tensor, num_slots: int) -> Tensor:
+    """The first num_slots slots of the cache, then new (B,N,...): (B, num_slots + N, ...). If there
+    is room, new is written into the cache, where it counts as unused until a commit."""
+    if cache is None:
+        return new
+    end = num_slots + new.shape[1]
+    if cache.shape[1] < end:
+        return torch.cat([cache[:, :num_slots], new], 1)
+    cache[:, num_slots:end] = new
+    return cache[:, :end]
+
+
+def write_path(cache, new, path: Tensor, lengths: Tensor, width: int) -> Tensor | None:
+    """Write the tokens of new (B,N,...) at indices path (B,P) into the cache, after lengths (B,)
+    -> the cache, with at least `width` slots."""
+    if cache is None or new is None:
+        return cache
+    if cache.shape[1] < width:  # more than was reserved: double it
+        cache = with_room(cache, 2 * width)
+    slots = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+    write_slots(cache, gather_slots(new, path.clamp(min=0)), slots)
+    return cache
 
 
 # ----------------------------------------------------------------------------------------- the tree
@@ -143,14 +182,14 @@ class ProposalTree:
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N) packed index, -1 for none
     positions: Tensor  # (B, N)
-    trunk_ends: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
+    roots: Tensor  # (B, N) the last trunk position in the node's history, -1 for none
     valid: Tensor  # (B, N) bool
     p_index: Tensor  # (B, A, K, W+1) packed index of what gives p_1..p_{W+1}, -1 = not needed
-    roots: Tensor  # (B, P) the trunk positions at which histories leave the trunk, -1 = the start
-    groups: Tensor  # (B, P, m) the nodes of each root, -1 after the last
+    groups: Tensor  # (B, P, m) nodes of one root, -1 after the last
+    group_roots: Tensor  # (B, P)
     num_trunk_slots: int  # T
     max_depth: int  # no chain has more nodes
-    anchor_is_node: bool = False  # True: a decoding round's chain, p_index has nodes only (or -1)
+    include_anchor: bool = False  # True: a decoding round's chain, p_index has nodes only (or -1)
 
     @property
     def num_nodes(self) -> int:
@@ -163,21 +202,23 @@ class ProposalTree:
         return torch.stack([view.ancestor(d) for d in range(depth)], -1)
 
     def view(self, mask: bool = True) -> View:
-        """The tree as layers see it: the trunk up to `trunk_ends`, and the ancestors. mask=False
-        leaves the mask to the caller."""
+        """The tree as layers see it: the trunk up to the root, and the ancestors. mask=False leaves
+        the mask to the caller."""
         B, N = self.parents.shape
         T = self.num_trunk_slots
-        view = View(self.positions, self.parents, T, None, self.valid, self.roots, self.groups)
-        view.max_depth = self.max_depth
+        view = View(self.positions, self.parents, T, valid=self.valid, max_depth=self.max_depth)
+        view.groups = self.groups
+        view.group_roots = self.group_roots
         numbers = torch.arange(N, device=self.parents.device).expand(B, N)
         nodes = torch.stack([view.ancestor(d) for d in range(self.max_depth)], -1) - T
-        nodes = torch.where(nodes >= 0, nodes, N).flatten(1)  # trunk or nothing: a slot cut off
+        # ancestors that are no nodes go to column N, which is dropped below
+        nodes = torch.where(nodes >= 0, nodes, N).flatten(1)
         last = numbers.new_zeros(B, N + 1)
         last.scatter_reduce_(1, nodes, numbers.repeat_interleave(self.max_depth, 1), "amax")
         view.last_descendants = last[:, :N]
         if mask:
             trunk_slots = torch.arange(T, device=self.parents.device)
-            on_trunk = trunk_slots <= self.trunk_ends[..., None]  # (B, N, T)
+            on_trunk = trunk_slots <= self.roots[..., None]  # (B, N, T)
             among_nodes = view.descends(numbers[..., None], numbers[:, None])  # (B, N, N)
             view.mask = torch.cat([on_trunk, among_nodes], -1)[:, None]  # (B, 1, N, T+N)
         return view
@@ -203,38 +244,25 @@ def build_tree(
         shapes = [tuple(t.shape) for t in (tokens, lengths, anchors, branches)]
         raise ValueError(f"shapes {shapes} do not fit (B,T), (B,), (B,A), (B,A,K,W)")
     T = tokens.shape[1]
-    chains, ends, needs_node = _chains(tokens, anchors, branches, include_anchor)
-    if merge:
-        # a decoding round's chain starts at the trunk's end: there is no trunk after it to repeat
-        repeatable = torch.zeros_like(lengths) if include_anchor else lengths
-        chain_index, nodes = _merged_nodes(tokens, repeatable, chains, ends, needs_node)
-    else:
-        chain_index, nodes = _private_nodes(chains, ends, needs_node, T)
+    chains, starts, needs_node = _chains(tokens, anchors, branches, include_anchor)
+    if merge and not include_anchor:
+        num_on_trunk = _length_on_trunk(tokens, lengths, chains, starts, needs_node)
+        off_trunk = _without_first(chains, needs_node, num_on_trunk)
+    else:  # a decoding round's chain starts at the trunk's end: nothing follows that it may repeat
+        num_on_trunk = torch.zeros_like(starts)
+        off_trunk = torch.where(needs_node, chains, -1)
+    nodes, node_of = _trie(starts + num_on_trunk, off_trunk, T, merge)
+    groups, group_roots = _group_by_root(nodes, T, is_one_chain=A * K == 1)
+    chain_index = _chain_index(node_of, starts, num_on_trunk, T)
     chain_index = torch.where(needs_node, chain_index, -1)  # (B, R, E)
-    if not nodes["tokens"].shape[1]:  # one node of padding, so that no dimension is 0
-        padding = dict(tokens=0, parents=-1, positions=0, trunk_ends=-1, valid=False)
-        nodes = {name: nodes[name].new_full((B, 1), fill) for name, fill in padding.items()}
-    if merge or not chains.shape[-1]:
-        top = nodes["parents"] < T
-        roots, groups = _group_by_root(nodes["trunk_ends"], nodes["valid"], top)
-    else:  # the nodes of an anchor's private chains lie side by side already
-        roots = ends.view(B, A, K)[..., 0].clamp(min=-1)
-        numbers = torch.arange(nodes["tokens"].shape[1], device=tokens.device)
-        groups = numbers.view(1, A, -1).expand(B, -1, -1)
-    if include_anchor:
-        p_index = chain_index  # p_1 from the anchor's node, p_{W+1} from y_W's
-    else:  # p_1 from the trunk at the anchor; p_{W+1} is not needed
-        starts = (anchors >= 0).repeat_interleave(K, 1) & (branches.view(B, A * K, W)[..., 0] >= 0)
-        first = torch.where(starts, ends, -1)[..., None]  # (B, R, 1)
-        p_index = torch.cat([first, chain_index, torch.full_like(first, -1)], -1)
     return ProposalTree(
         **nodes,
-        p_index=p_index.view(B, A, K, W + 1),
-        roots=roots,
+        p_index=_p_index(chain_index, anchors, branches, include_anchor),
         groups=groups,
+        group_roots=group_roots,
         num_trunk_slots=T,
         max_depth=max(chains.shape[-1], 1),
-        anchor_is_node=include_anchor,
+        include_anchor=include_anchor,
     )
 
 
@@ -244,120 +272,127 @@ def _chains(tokens, anchors, branches, include_anchor: bool) -> tuple[Tensor, Te
     B, A, K, W = branches.shape
     rows = branches.reshape(B, A * K, W)
     present = (anchors >= 0).repeat_interleave(K, 1)[..., None]  # (B, R, 1)
-    ends = anchors.repeat_interleave(K, 1)  # (B, R)
+    starts = anchors.repeat_interleave(K, 1)  # (B, R)
     if include_anchor:
-        first = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
-        chains = torch.cat([first[..., None], rows], -1)
-        return chains, ends - 1, present & (chains >= 0).cummin(-1).values
+        anchor_tokens = tokens.gather(1, anchors.clamp(min=0)).repeat_interleave(K, 1)  # (B, R)
+        chains = torch.cat([anchor_tokens[..., None], rows], -1)
+        return chains, starts - 1, present & (chains >= 0).cummin(-1).values
     chains = rows[..., : W - 1]
-    if not chains.shape[-1]:
-        return chains, ends, chains >= 0
     # y_k needs a node only where p_{k+1} is wanted, that is where y_{k+1} is valid
     needs_node = present & (chains >= 0).cummin(-1).values & (rows[..., 1:] >= 0)
-    return chains, ends, needs_node
+    return chains, starts, needs_node
 
 
-def _private_nodes(chains: Tensor, ends: Tensor, needs_node: Tensor, T: int) -> tuple[Tensor, dict]:
-    """One node per chain token -> packed indices (B,R,E), and the nodes' fields (B,R*E)."""
-    B, R, E = chains.shape
-    depth = torch.arange(E, device=chains.device)
-    index = T + torch.arange(R * E, device=chains.device).view(1, R, E).expand(B, R, E)
-    parents = torch.where(depth == 0, ends[..., None], index - 1)
-    nodes = dict(
-        tokens=torch.where(needs_node, chains, 0),
-        parents=torch.where(needs_node, parents, -1),
-        positions=torch.where(needs_node, ends[..., None] + 1 + depth, 0),
-        trunk_ends=torch.where(needs_node, ends[..., None].expand(B, R, E), -1),
-        valid=needs_node,
-    )
-    return index, {name: values.reshape(B, R * E) for name, values in nodes.items()}
-
-
-# ------------------------------------------------------------------------------------------ merging
-
-
-def _merged_nodes(tokens, lengths, chains, ends, needs_node) -> tuple[Tensor, dict]:
-    """Build the trie by sorting -> packed indices (B,R,E), and the nodes' fields (B,N).
-
-    Rows that begin alike are neighbours once they are sorted. So a node is new exactly where a
-    sorted row first differs from the row before it. One sort per column, no Python trie."""
-    B, R, E = chains.shape
-    T = tokens.shape[1]
-    depth = torch.arange(E, device=chains.device)
-    trunk_slots = ends[..., None] + 1 + depth  # (B, R, E) where a token would lie on the trunk
-    run = _length_on_trunk(tokens, lengths, chains, trunk_slots, needs_node)  # (B, R)
-    leaves = ends + run  # the trunk position at which a chain leaves the trunk
-    off_trunk = _without_first(chains, needs_node, run)  # (B, R, E), -1 after a chain's end
-
-    columns = torch.cat([leaves[..., None], off_trunk], -1)  # (B, R, 1+E)
-    order = _lexicographic_order(columns)
-    ordered = columns.gather(1, order[..., None].expand_as(columns))
-    differs = torch.ones_like(ordered, dtype=torch.bool)
-    differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    is_new = differs.cummax(-1).values[..., 1:] & (ordered[..., 1:] >= 0)  # (B, R, E) new nodes
-
-    counts = is_new.flatten(1).sum(1, keepdim=True)  # (B, 1)
-    N = int(counts.max()) if is_new.numel() else 0
-    number = (is_new.flatten(1).cumsum(1) - 1).view(B, R, E)
-    node_of = torch.where(is_new, number, -1).cummax(1).values  # of each sorted row and depth
-    ordered_leaves = ordered[..., :1].expand(B, R, E)
-    parents = torch.cat([ordered_leaves[..., :1], T + node_of[..., :-1]], -1)[..., :E]
-    column = torch.where(is_new, number, N).flatten(1)  # column N is cut off
-
-    def per_node(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N)
-        out = values.new_full((B, N + 1), fill)
-        return out.scatter_(1, column, values.flatten(1))[:, :N]
-
-    nodes = dict(
-        tokens=per_node(ordered[..., 1:], 0),
-        parents=per_node(parents, -1),
-        positions=per_node(ordered_leaves + 1 + depth, 0),
-        trunk_ends=per_node(ordered_leaves, -1),
-        valid=torch.arange(N, device=chains.device) < counts,
-    )
-    # back to the order of the branches: token i lies on the trunk, or is off-trunk token i - run
-    inverse = order.argsort(dim=1)
-    node_of = node_of.gather(1, inverse[..., None].expand_as(node_of))
-    node_of = node_of.gather(2, (depth - run[..., None]).clamp(min=0))
-    return torch.where(depth < run[..., None], trunk_slots, T + node_of), nodes
-
-
-def _length_on_trunk(tokens, lengths, chains, trunk_slots, needs_node) -> Tensor:
+def _length_on_trunk(tokens, lengths, chains, starts, needs_node) -> Tensor:
     """How many tokens at the beginning of each chain repeat the trunk: (B,R)."""
     B, R, E = chains.shape
     T = tokens.shape[1]
-    there = tokens.gather(1, trunk_slots.clamp(0, T - 1).flatten(1)).view(B, R, E)
-    repeats = (there == chains) & needs_node & (trunk_slots < lengths.clamp(max=T)[:, None, None])
+    slots = starts[..., None] + 1 + torch.arange(E, device=chains.device)  # (B, R, E)
+    there = tokens.gather(1, slots.clamp(0, T - 1).flatten(1)).view(B, R, E)
+    repeats = (there == chains) & needs_node & (slots < lengths.clamp(max=T)[:, None, None])
     return repeats.cumprod(-1).sum(-1)
 
 
-def _without_first(chains: Tensor, needs_node: Tensor, run: Tensor) -> Tensor:
-    """chains (B,R,E) without their first `run` (B,R) tokens, moved to depth 0; -1 after the end."""
+def _without_first(chains: Tensor, needs_node: Tensor, count: Tensor) -> Tensor:
+    """chains (B,R,E) without their first `count` (B,R) tokens, moved to depth 0; -1 after the
+    end."""
     E = chains.shape[-1]
-    source = run[..., None] + torch.arange(E, device=chains.device)
+    source = count[..., None] + torch.arange(E, device=chains.device)
     inside = source < E
     source = source.clamp(max=max(E - 1, 0))
     return torch.where(inside & needs_node.gather(2, source), chains.gather(2, source), -1)
+
+
+def _chain_index(node_of, starts, num_on_trunk, T: int) -> Tensor:
+    """The way back from the trie: packed indices (B,R,E) of the chains' tokens. Token i lies on the
+    trunk, or is token i - num_on_trunk of those that left it, whose nodes are node_of (B,R,E)."""
+    depth = torch.arange(node_of.shape[-1], device=node_of.device)
+    num_on_trunk = num_on_trunk[..., None]
+    node = node_of.gather(2, (depth - num_on_trunk).clamp(min=0))
+    return torch.where(depth < num_on_trunk, starts[..., None] + 1 + depth, T + node)
+
+
+def _p_index(chain_index, anchors, branches, include_anchor: bool) -> Tensor:
+    """Packed indices (B,A,K,W+1) of what gives p_1..p_{W+1}, from those of the chains (B,R,E)."""
+    B, A, K, W = branches.shape
+    if not include_anchor:  # p_1 from the trunk at the anchor; p_{W+1} is not needed
+        is_there = (anchors >= 0)[..., None] & (branches[..., 0] >= 0)
+        first = torch.where(is_there, anchors[..., None], -1).view(B, A * K, 1)
+        chain_index = torch.cat([first, chain_index, torch.full_like(first, -1)], -1)
+    return chain_index.view(B, A, K, W + 1)  # else p_1 from the anchor's node, p_{W+1} from y_W's
+
+
+# ----------------------------------------------------------------------------------------- the trie
+
+
+def _trie(roots: Tensor, rows: Tensor, T: int, merge: bool) -> tuple[dict, Tensor]:
+    """The trie of the tokens in rows (B,R,E), -1 after a row's last one, that follow the trunk at
+    roots (B,R) -> the nodes' fields (B,N), and the node of each token (B,R,E).
+
+    Rows that begin alike are neighbours once they are sorted. So a node is new exactly where a
+    sorted row first differs from the row before it. One sort per column, no Python trie. Without
+    merging a row's number comes before its tokens, so that no two rows begin alike."""
+    B, R, E = rows.shape
+    numbers = torch.arange(R, device=rows.device) * (not merge)
+    columns = torch.cat([roots[..., None], numbers.expand(B, R)[..., None], rows], -1)
+    order = _lexicographic_order(columns)
+    ordered = columns.gather(1, order[..., None].expand_as(columns))  # (B, R, 2+E)
+    differs = torch.ones_like(ordered, dtype=torch.bool)
+    differs[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    is_new = differs.cummax(-1).values[..., 2:] & (ordered[..., 2:] >= 0)  # (B, R, E) new nodes
+    number = (is_new.flatten(1).cumsum(1) - 1).view(B, R, E)
+    node_of = torch.where(is_new, number, -1).cummax(1).values  # of each sorted row and depth
+    nodes = _fields(ordered[..., 2:], ordered[..., :1], node_of, is_new, T)
+    inverse = order.argsort(dim=1)[..., None].expand_as(node_of)
+    return nodes, node_of.gather(1, inverse)
 
 
 def _lexicographic_order(columns: Tensor) -> Tensor:
     """The order (B,R) of the rows of columns (B,R,n), by the first column, then the second, ..."""
     B, R, _ = columns.shape
     order = torch.arange(R, device=columns.device).expand(B, R)
-    for column in reversed(columns.unbind(-1)):
+    for column in reversed(columns.unbind(-1)) if R > 1 else ():
         order = order.gather(1, column.gather(1, order).argsort(dim=1, stable=True))
     return order
 
 
-def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Group nodes (B,N) by trunk end -> roots (B,P), groups (B,P,m). The nodes come sorted by it.
+def _fields(tokens, roots, node_of, is_new, T: int) -> dict:
+    """The fields (B,N) of the nodes that are new in the sorted tokens (B,R,E) after roots (B,R,1);
+    node_of (B,R,E) are the nodes' numbers."""
+    B, R, E = tokens.shape
+    counts = is_new.flatten(1).sum(1, keepdim=True)  # (B, 1)
+    # A round of decoding has one chain: the host need not wait for a GPU to know N. At least one
+    # node, if of padding, so that no dimension is 0.
+    N = max(E if R == 1 else int(counts.max()), 1)
+    column = torch.where(is_new, node_of, N).flatten(1)  # column N is dropped
+
+    def per_node(values: Tensor, fill: int) -> Tensor:  # (B, R, E) -> (B, N)
+        out = values.new_full((B, N + 1), fill)
+        return out.scatter_(1, column, values.flatten(1))[:, :N]
+
+    depth = torch.arange(E, device=tokens.device)
+    return dict(
+        tokens=per_node(tokens, 0),
+        parents=per_node(torch.cat([roots, T + node_of], -1)[..., :E], -1),
+        positions=per_node(roots + 1 + depth, 0),
+        roots=per_node(roots.expand(B, R, E), -1),
+        valid=torch.arange(N, device=tokens.device) < counts,
+    )
+
+
+def _group_by_root(nodes: dict, T: int, is_one_chain: bool) -> tuple[Tensor, Tensor]:
+    """Group nodes (B,N) by root -> groups (B,P,m), their roots (B,P). The nodes come sorted by it.
 
     The work on a group grows with the square of m. So a group of more than MAX_GROUP nodes is cut
-    where a subtree begins; `top` marks the nodes right after the trunk."""
-    B, N = trunk_ends.shape
+    where a subtree begins."""
+    roots, valid = nodes["roots"], nodes["valid"]
+    B, N = roots.shape
     index = torch.arange(N, device=valid.device).expand(B, N)
+    if is_one_chain:  # one group, and the host need not wait
+        return index[:, None], roots[:, :1]
+    top = nodes["parents"] < T  # the nodes right after the trunk
     first = valid.clone()  # the first node of a group
-    first[:, 1:] &= trunk_ends[:, 1:] != trunk_ends[:, :-1]
+    first[:, 1:] &= roots[:, 1:] != roots[:, :-1]
     start = torch.where(first, index, 0).cummax(1).values
     part = (torch.where(top, index, 0).cummax(1).values - start) // MAX_GROUP
     first[:, 1:] |= valid[:, 1:] & (part[:, 1:] != part[:, :-1])
@@ -366,11 +401,11 @@ def _group_by_root(trunk_ends: Tensor, valid: Tensor, top: Tensor) -> tuple[Tens
     # read together: on a GPU the host waits for each read
     largest = torch.stack([group.max(), torch.where(valid, rank, 0).max()])
     P, m = (largest + 1).tolist()
-    group = torch.where(valid, group, P)  # padding goes to a row that is cut off
-    roots = trunk_ends.new_full((B, P + 1), -1).scatter_(1, group, trunk_ends)[:, :P]
+    group = torch.where(valid, group, P)  # padding goes to a row that is dropped
+    group_roots = roots.new_full((B, P + 1), -1).scatter_(1, group, roots)[:, :P]
     groups = index.new_full((B, (P + 1) * m), -1)
     groups.scatter_(1, group * m + torch.where(valid, rank, 0), index)
-    return roots, groups.view(B, P + 1, m)[:, :P]
+    return groups.view(B, P + 1, m)[:, :P], group_roots
 
 
 # ------------------------------------------------------------------------------------------- lesson
@@ -403,7 +438,7 @@ def main():
             print(f"{sees[:T]}|{sees[T:]}   {ancestors[n]}")
         for branch, index in enumerate(tree.p_index[0, :, 0, :-1].tolist()):
             print(f" p_1..p_4 of branch {branch} come from packed indices {index}")
-        for root, group in zip(tree.roots[0].tolist(), tree.groups[0].tolist()):
+        for root, group in zip(tree.group_roots[0].tolist(), tree.groups[0].tolist()):
             print(f" the recurrent state after trunk position {root} serves nodes {group}")
     print("\nMerged: branch 0 repeats the trunk at 14, then shares 50, 51 with branch 2.")
 

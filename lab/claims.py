@@ -22,11 +22,11 @@ from hf.files import read_json
 from support.files import locked, write_json
 from support.fingerprint import weights_fingerprint
 from support.flags import flag
-from support.measure import Acceptance, TaskMean, format_gain, gain
+from support.measure import TEMPERATURES, Acceptance, TaskMean, format_gain, gain
 from support.prepare import Trunks, prepare, start_drafter
 from support.references import References
 from support.resume import stage
-from train import TEMPERATURES, TrainConfig, trained
+from train import TrainConfig, train_or_load
 
 GROUP = "the studies"
 
@@ -179,8 +179,8 @@ class Setting:
 
     def train(self, run: TrainConfig, folder: Path) -> None:
         """Train and measure one arm, or find it finished."""
-        world = self.target, self.tokenizer, self.measure
-        totals = trained(run, folder, *world, lambda: self.trunks_of(run))
+        trunks = self.trunks_of(run)
+        totals = train_or_load(run, folder, trunks, self.tokenizer, self.measure)
         best_step = totals.get("best", {}).get("step", run.steps)
         best = folder if best_step == run.steps else folder / "best"
         self.measure_once(folder, folder, best)

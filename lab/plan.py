@@ -18,22 +18,15 @@ from pathlib import Path
 import torch
 
 import replay
-from drafter import (
-    BLOCKS_AT_ONCE,
-    CHUNK_COPIES,
-    CHUNK_SHARE,
-    GPU_CHUNK_ELEMENTS,
-    Drafter,
-    DrafterConfig,
-    drafter_class,
-)
+from drafter import BLOCKS_AT_ONCE, Drafter, DrafterConfig, drafter_class
 from hf.files import read_json
 from hf.tensors import TABLE, tensor_files
 from model import ModelConfig
 from support.flags import flag, option_name, precision_of, unmet_needs
+from support.gpu import CHUNK_COPIES, CHUNK_SHARE, GPU_CHUNK_ELEMENTS
 from support.optim import make_optimizers
 from support.prepare import fresh_drafter
-from target import PREFILL_TOKENS, Target
+from target import PREFILL_TOKENS_ON_GPU, Target
 from train import TrainConfig, objective_of
 
 GIB = 2**30
@@ -125,7 +118,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
         "~ tree: states at anchors": B * A * states,
         "~ tree: its mask": B * num_nodes * (T + num_nodes) * (1 + BF16_BYTES),
         "~ tree: keys of every head": B * (T + num_nodes) * repeated,
-        "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS) * token_in_layer,
+        "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS_ON_GPU) * token_in_layer,
         "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * BF16_BYTES,
         "~ logits, a chunk": 4 * chunk_logits(config, B * A * K * W * c.vocab_size) * CHUNK_COPIES,
         **graph_bytes(drafter, config, B, T),
@@ -133,7 +126,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
 
 
 def chunk_logits(config, num_logits: int) -> int:
-    """Of so many logits, those that are worked on at once: `drafter.chunk_elements` on this GPU."""
+    """Of so many logits, those that are worked on at once: `gpu.chunk_elements` on this GPU."""
     memory = config.gpu_gib * GIB
     return min(num_logits, GPU_CHUNK_ELEMENTS, int(memory * CHUNK_SHARE) // (4 * CHUNK_COPIES))
 

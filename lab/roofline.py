@@ -1,124 +1,116 @@
 """What a SpecOPD step and a rollout cost on a machine, part by part, and what limits each.
 
-The code itself runs with the plan's shapes, on tensors that have no numbers. Each operator is noted
-with its FLOP and the bytes that it reads and writes, and a table of machines turns them into
-seconds: the longer of FLOP / peak and bytes / bandwidth; on a GPU a part takes at least the time
-that the host needs to launch it. --check runs the same steps on this CPU, whose peak, bandwidth and
-time of a small operator are measured first, and prints predicted beside measured.
+Three numbers describe a piece of work, and all follow from shapes: the FLOP of its products, the
+bytes that are read and written, and the operators that the host launches. A product of R rows with
+a matrix of M numbers takes 2 R M FLOP and reads the matrix once. A machine turns this into time:
+
+    seconds = max(FLOP / peak, bytes of products / bandwidth) + other bytes / bandwidth
+
+So few rows wait for memory and many for arithmetic: a decoding round that scores 8 tokens takes a
+GPU as long as one that scores 80. Launches count on a GPU only where they take longer than all
+that; on a CPU they add up. On a GPU numbers are bfloat16, but for the delta rule. Left out:
+n-grams, the indexer of sparse attention, the heads of DSpark and DFlash 2, several processes.
 
     python -m lab roofline --target 8B --gpu h100
-    python -m lab roofline --check
+    python -m lab roofline --check          this CPU: seconds predicted beside seconds measured
     pytest tests/lab/test_roofline.py
 """
 
 import contextlib
-import itertools
-import statistics
+import math
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from tqdm import tqdm
 
-import drafter as drafting
-import loss
 import model
+import replay
 import serve
 import train
-from drafter import Drafter
 from lab import plan
-from support.cpu import for_cpu
+from lab.common import open_target
+from support import optim
 from support.flags import flag
-from support.optim import make_optimizers, optimizer_step
 from support.prepare import Trunks, fresh_drafter
 from support.references import References
-from target import Target, Trunk
-
-GIB = 2**30
-OUTSIDE = "the rest"
-MAKES_PLAN_SECONDS = 0.4  # cuDNN, for a new shape of attention, as users report
-FEW = 64  # rows for which a CPU's products are slower
-LARGE_MATRIX = 2**20  # bytes that a core's cache does not hold
-LARGE = 2**25  # bytes from which an allocation is new memory, page by page (glibc)
-SYNCHRONISATION_SECONDS = 20e-6  # the GPU is empty until the host has launched again
+from tree import causal_view, gather_slots
 
 # ---------------------------------------------------------------------------------------- machines
 
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "linalg_solve_triangular")
-SDPA = "_scaled_dot_product_flash_attention_for_cpu"
-ATTENTION = (SDPA, f"{SDPA}_backward", "_scaled_dot_product_flash_attention")
-EXPONENTIALS = ("_softmax", "_log_softmax", "silu", "sigmoid", "exp", "log", "cumsum", "xlogy")
-
 
 @dataclass(frozen=True)
-class Operator:
-    """One kernel: what it computes, reads and writes."""
+class Work:
+    """Products of one kind, and the operators around them."""
 
-    name: str
-    flop: int
-    bytes: int
-    itemsize: int = 4  # bytes of a number
-    rows: int = 0  # of a product, or queries of attention
+    kind: str = "float32"  # of the products: bfloat16, float32, attention
+    flop: float = 0.0
+    rows: float = 1.0  # of a product; queries of attention
+    read: float = 0.0  # bytes that products read and write
+    moved: float = 0.0  # bytes that element-wise operators read and write
+    gathered: float = 0.0  # bytes of what is gathered or transposed
+    operators: float = 0.0
+
+    def gradient(self) -> "Work":
+        """Of each product two, of attention's two five; the other factors are counted."""
+        flop = self.flop * (2.5 if self.kind == "attention" else 2)
+        others = dict(moved=2.5 * self.moved, operators=1.75 * self.operators)
+        return replace(self, flop=flop, read=2.5 * self.read, **others)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that programs reach. On a GPU (`overlaps`) kernels run while the host launches more."""
+    """Rates that programs reach: FLOP/s by rows, bytes/s by the bytes of one operator."""
 
-    product: dict  # {bytes of a number: FLOP per second}
-    bandwidth: float  # bytes per second
+    rates: dict[str, dict[float, float]]  # {kind: {size: rate}}, sizes ascending
     launch: float  # seconds of the host per operator
-    gib: float  # of memory; 0 on a CPU, where nothing depends on it
-    overlaps: bool = True
-    shares: dict = field(default_factory=dict)  # of these rates, see `slowness`
+    is_gpu: bool = True  # kernels run while the host launches more
 
-    def seconds(self, op: Operator) -> tuple[float, float]:
-        """Seconds of arithmetic, and of moving bytes, the launch aside."""
-        share = min((self.shares[why] for why in slowness(op) if why in self.shares), default=1.0)
-        if op.flop:
-            peak = self.product[2 if op.itemsize == 2 else 4]
-            return op.flop / (share * peak), op.bytes / self.bandwidth
-        return 0.0, op.bytes / (share * self.bandwidth)
+    def rate(self, kind: str, size: float = 1.0) -> float:
+        sizes, rates = zip(*self.rates[kind].items())
+        return float(np.exp(np.interp(np.log(max(size, 1)), np.log(sizes), np.log(rates))))
 
-
-def slowness(op: Operator) -> list[str]:
-    """Why an operator is slower than others, if it is."""
-    is_exponential = op.name.rstrip("_").startswith(EXPONENTIALS)
-    is_product = op.name in PRODUCTS
-    is_wide = op.bytes > LARGE_MATRIX
-    reasons = {
-        "attention": op.name in ATTENTION,
-        "attention of few": op.name in ATTENTION and op.rows <= FEW,
-        "few rows": is_product and op.rows <= FEW and not is_wide,
-        "few rows, large matrix": is_product and op.rows <= FEW // 4 and is_wide,
-        "exponential": is_exponential,
-        "large": op.bytes > LARGE and not op.flop,
-    }
-    return [why for why, is_so in reasons.items() if is_so]
+    def cost(self, *works: Work) -> Counter:
+        """Sums over some work, and its seconds, each charged to what limits it."""
+        c = Counter()
+        for work in works:
+            arithmetic = work.flop / self.rate(work.kind, work.rows)
+            reading = work.read / self.rate("read")
+            c["compute" if arithmetic > reading else "bandwidth"] += max(arithmetic, reading)
+            size = work.moved / max(work.operators, 1)
+            c["bandwidth"] += work.moved / self.rate("moved", size)
+            c["bandwidth"] += work.gathered / self.rate("gathered")
+            c["GB"] += (work.read + work.moved + work.gathered) / 1e9
+            c["GFLOP"] += work.flop / 1e9
+            c["operators"] += work.operators
+        kernels = c["compute"] + c["bandwidth"]
+        launches = self.launch * c["operators"]
+        c["launches"] = max(0.0, launches - kernels) if self.is_gpu else launches
+        c["seconds"] = kernels + c["launches"]
+        return c
 
 
 REACHED = 0.7  # of the data sheets' numbers below: an estimate until a GPU is measured
 
 
-def gpu(bfloat16: float, float32: float, bandwidth: float, gib: float) -> Machine:
-    """A GPU by its data sheet: dense TFLOP/s, TB/s, GiB."""
-    product = {2: REACHED * bfloat16 * 1e12, 4: REACHED * float32 * 1e12}
-    return Machine(product, REACHED * bandwidth * 1e12, 7e-6, gib, shares={"attention": 0.6})
+def gpu(bfloat16: float, float32: float, bandwidth: float) -> Machine:
+    """A GPU by its data sheet: dense TFLOP/s, TB/s."""
+    rates = {"bfloat16": bfloat16, "float32": float32, "attention": 0.6 * bfloat16}
+    rates |= dict.fromkeys(("read", "moved", "gathered"), bandwidth)
+    return Machine({kind: {1: REACHED * x * 1e12} for kind, x in rates.items()}, launch=7e-6)
 
 
 GPUS = {
-    "a100": gpu(312, 19.5, 2.04, 80),
-    "h100": gpu(989, 67, 3.35, 80),
-    "h200": gpu(989, 67, 4.8, 141),
-    "b200": gpu(2250, 75, 8.0, 180),
+    "a100": gpu(312, 19.5, 2.04),
+    "h100": gpu(989, 67, 3.35),
+    "h200": gpu(989, 67, 4.8),
+    "b200": gpu(2250, 75, 8.0),
 }
-MACHINES = (*GPUS, "cpu")
 
 
 def clock() -> float:
@@ -126,611 +118,409 @@ def clock() -> float:
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def seconds_of(function, least: float = 0.01) -> float:
-    """Seconds of a call: the second best of five, each of so many calls that a clock sees them."""
-    function()
-    count = 1
-    times = []
-    while len(times) < 5:
-        begin = clock()
-        for _ in range(count):
-            function()
-        passed = clock() - begin
-        if passed >= least:
-            times.append(passed / count)
-        else:
-            count *= 4
-    return sorted(times)[1]
-
-
-def in_turn(function, inputs: list):
-    """A call on the next of the inputs: together they are more than a cache of a core holds."""
-    turn = itertools.cycle(inputs)
-    return lambda: function(next(turn))
-
-
-@cache
 @torch.no_grad()
-def this_cpu() -> Machine:
-    """Measure products, attention, bandwidth and one small operator: a few seconds."""
-
-    def product(rows: int, width: int = 256) -> float:
-        matrices = [torch.randn(3 * width, width).T for _ in range(2**23 // width**2)]
-        x = torch.randn(rows, width)
-        return 2 * rows * matrices[0].numel() / seconds_of(in_turn(x.matmul, matrices))
-
-    def attention(queries: int) -> float:
-        T, H, D = 192, 4, 32
-        k, v = torch.randn(2, 8, T, H // 2, D).transpose(2, 3)
-        q = torch.randn(8, queries, H, D).transpose(1, 2)
-        mask = torch.ones(8, 1, queries, T, dtype=torch.bool)
-        call = partial(F.scaled_dot_product_attention, q, k, v, mask, enable_gqa=True)
-        return 4 * q.numel() * T / seconds_of(call)
-
-    def moved(function, num_floats: int, count: int) -> float:
-        inputs = [torch.randn(num_floats // 256, 256) for _ in range(count)]
-        return 2 * inputs[0].nbytes / seconds_of(in_turn(function, inputs))
-
-    peak = product(256)
-    plain = moved(lambda x: x * 2.0, 2**19, 16)
-    shares = {
-        "attention": attention(256) / peak,
-        "attention of few": attention(8) / peak,
-        "few rows": product(16) / peak,
-        "few rows, large matrix": product(8, width=1024) / peak,
-        "exponential": moved(lambda x: x.softmax(-1), 2**19, 16) / plain,
-        "large": moved(lambda x: x * 2.0, 2**24, 1) / plain,
-    }
-    return Machine({2: peak, 4: peak}, plain, small_operator(), 0.0, overlaps=False, shares=shares)
-
-
-def small_layer() -> tuple:
-    """A decoder layer so small that its operators take the time of their launch."""
-    sizes = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, head_dim=4)
-    config = model.ModelConfig(num_key_value_heads=2, **sizes)
-    view = model.causal_view(1, 2)
-    rope = model.rotary(view.positions, 4, 1e4)
-    return model.DecoderLayer(config), torch.randn(1, 2, 8), rope, view
-
-
-def small_operator() -> float:
-    """Seconds of an operator of a small layer, Python's share included. In a model other work has
-    used the caches since the last time, so something else is computed in between."""
-    layer, *inputs = small_layer()
-    other = torch.randn(2**16)
-    notes = Notes(Parts())
-    with notes:
-        layer(*inputs)
-    times = []
-    for _ in range(30):
+def seconds_of(function, inputs: list, between: int) -> float:
+    """Median seconds of a call. As in a model, so many numbers pass through the caches between two
+    calls, and eight results are kept."""
+    other, results, times = torch.ones(between), deque(maxlen=8), []
+    while len(times) < 10 or (sum(times) < 0.1 and len(times) < 300):
         other.mul_(-1.0)
         begin = clock()
-        layer(*inputs)
+        results.append(function(*inputs))
         times.append(clock() - begin)
-    return statistics.median(times) / notes.counts[OUTSIDE].total()
+    return sorted(times)[len(times) // 2]
 
 
-# -------------------------------------------------------------------- noting what the code does
+def this_cpu(c: model.ModelConfig) -> Machine:
+    """Measure products and attention of a model's widths, moving, gathering, a tiny layer."""
+    ones, C = torch.ones, min(c.hidden_size, 1024)
+    H, H_kv, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    layer = 9 * C**2  # numbers of its weights, about
+    batch = 2**22  # numbers that are computed between two uses of a large tensor, about
+    rates = defaultdict(dict)
+    rates["read"][1] = 1e15  # a product is measured with the reading of its matrix
+    for n in (8, 32, 128, 512):
+        inputs = [ones(n, C), ones(3 * C, C)]
+        rates["float32"][n] = 6 * n * C**2 / seconds_of(F.linear, inputs, layer)
+    for n in (8, 64, 256):
+        inputs = [ones(4, n, H, D), ones(4, 256, 2, H_kv, D), ones(4, 1, n, 256)]
+        rates["attention"][n] = 2**12 * n * H * D / seconds_of(model.attention, inputs, batch)
+    for n in (2**12, 2**14, 2**18, 2**20, 2**23 + 2**12):  # the last: always new memory (glibc)
+        rates["moved"][8 * n] = 8 * n / seconds_of(torch.neg, [ones(n)], min(8 * n, batch))
+    inputs = [ones(64, 64, 64), torch.arange(64).expand(64, 64)]
+    rates["gathered"][1] = 2**21 / seconds_of(gather_slots, inputs, batch)
+    sizes = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, head_dim=4)
+    tiny = model.DecoderLayer(model.ModelConfig(num_key_value_heads=2, **sizes))
+    view = causal_view(1, 2)
+    inputs = [ones(1, 2, 8), model.rotary(view.positions, 4, 1e4), view]
+    return Machine(rates, seconds_of(tiny, inputs, layer) / (LAYER + 1), is_gpu=False)
 
 
-class Parts:
-    """Which part of the work runs: names on a stack, and who is told when one begins or ends."""
+# ---------------------------------------------------------------------------- the work of each part
 
-    def __init__(self, on_change=None):
-        self.stack = [OUTSIDE]
-        self.on_change = on_change or (lambda: None)
+# For each number that a layer's products read or write, its element-wise operators (norms,
+# rotation, SiLU, sums) read or write about three.
+MOVES = 3
 
-    @property
-    def current(self) -> str:
-        return self.stack[-1]
-
-    def within(self, part: str, function):
-        """The function, as a part of the work."""
-
-        def run(*args, **options):
-            self.on_change()
-            self.stack.append(part)
-            try:
-                return function(*args, **options)
-            finally:
-                self.on_change()
-                self.stack.pop()
-
-        return run
-
-    @contextlib.contextmanager
-    def watching(self, target, drafter):
-        """While the context lasts, know the parts by the functions that do them."""
-        rows = (
-            (target, "prefill", "prefill"),
-            (drafter, "block", "draft"),
-            (drafter, "draw_branches", "draw"),
-            (train, "build_tree", "tree"),
-            (serve, "build_tree", "tree"),
-            (target, "score", "score"),
-            (model, "attention", "attention"),
-            (train, "step_loss", "head and loss"),
-            (Tensor, "backward", "backward"),
-            (serve.Batch, "verify", "verify"),
-            (serve.Batch, "commit", "commit"),
-            (serve.Batch, "retire", "commit"),
-        )
-        with contextlib.ExitStack() as stack:
-            for owner, name, part in rows:
-                watched = self.within(part, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, watched))
-            yield
+# Operators, views aside; a test counts them. Of the target's pass: a layer with attention, a linear
+# one, its experts, a chunk of the delta rule, attention under a mask, what stands around the layers
+LAYER, LINEAR, EXPERTS, CHUNK, MASKED, AROUND = 44, 100, 80, 50, 4, 60
+# of a step; the last two of it for each parameter
+CONTEXT, BLOCKS, DRAW, TREE, LOSS, REST, MUON, ADAMW = 40, 30, 15, 145, 80, 80, 27, 5
+# of a decoding round; to commit, a layer with attention and a linear one need so many
+CHAIN, VERIFY, ROUND, COMMIT, COMMIT_LINEAR = 60, 40, 40, 11, 110
 
 
-def tensors_in(values) -> list[Tensor]:
-    """All tensors among arguments, in lists, too."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    if not isinstance(values, tuple | list) and not hasattr(values, "__iter__"):
-        return []
-    if isinstance(values, str):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
+class Shapes:
+    """A target, a drafter and a run; a method says what a part of the work needs."""
 
+    def __init__(self, config, target, drafter, machine: Machine):
+        self.target, self.drafter, self.machine = target, drafter, machine
+        self.c, self.d = target.config, drafter.config
+        self.B, self.A, self.K = config.batch_size, config.num_anchors, config.num_branches
+        self.prompt, self.T = config.prompt_length, config.prompt_length + config.response_length
+        self.W, self.V = self.d.num_draft_tokens, self.c.vocab_size
+        self.N = self.A * self.K * (self.W - 1)  # nodes of a text's tree, if none are merged
+        self.kind, self.size = ("bfloat16", 2) if machine.is_gpu else ("float32", 4)
+        self.num_linear = sum(layer.is_linear for layer in target.model.layers)
+        self.num_attention = self.c.num_hidden_layers - self.num_linear
+        # slots that FlexAttention reads for a node of a tree: it skips blocks of 128 x 128
+        self.visible = (self.prompt + self.T) / 2 + 128
 
-def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor; what is expanded counts once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    def through(self, modules, rows: float, operators: float) -> Work:
+        """So many vectors through the matrices of some modules. Each matrix is read once, an expert
+        if anyone chose it."""
+        c, flop, weights, width = self.c, 0, 0, 0
+        for m in (m for module in modules for m in module.modules()):
+            if isinstance(m, nn.Linear):
+                flop += 2 * rows * m.weight.numel()
+                weights += m.weight.numel()
+                width += m.in_features + m.out_features
+            elif isinstance(m, model.Experts):
+                k, numbers = c.num_experts_per_tok, sum(p.numel() for p in m.parameters())
+                flop += 2 * rows * numbers * k / c.num_experts
+                weights += numbers * min(1, rows * k / c.num_experts)
+                width += k * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
+        read = self.size * (weights + rows * width)
+        return Work(self.kind, flop, rows, read, self.size * MOVES * rows * width, 0, operators)
 
+    def attention(self, c, N: float, T: float, cells: float, operators=MASKED) -> Work:
+        """N queries of each text in T keys; `cells` pairs of them are computed."""
+        Q, KV = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        read = self.size * 2 * self.B * (N * Q + T * KV)
+        return Work("attention", 4 * self.B * cells * Q, N, read, operators=operators)
 
-def is_view(func) -> bool:
-    aliases = [r.alias_info for r in func._schema.returns]
-    return any(a is not None and not a.is_write for a in aliases)
+    def delta_rule(self, N: float, P: float, replayed: float, past: bool) -> Work:
+        """A linear layer's convolution and delta rule on N tokens of each text, in P chunks or
+        groups; the state before each group is replayed over so many tokens (replay.py)."""
+        c, B = self.c, self.B
+        H, D_k, D_v = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        channels = 2 * c.linear_num_key_heads * D_k + H * D_v
+        pairs = B * H * N**2 / P
+        flop = pairs * (4 * D_k + 2 * D_v)
+        flop += 2 * B * H * D_k * D_v * (P * replayed + (3 - past) * N)
+        # in float32; a token passes some 70 times through memory, 90 on a trunk, replayed 7 times
+        numbers = B * channels * ((90 if past else 70) * N + 7 * P * replayed)
+        operators = CHUNK * (2 if past else P)
+        return Work("float32", flop, N / P, 0, 0, 4 * numbers, operators)
 
+    def target_pass(self, N: float, T: float = 0, P: float = 0, replayed: float = 0):
+        """N tokens of each text through the target: a stretch of text, or a tree's nodes in P
+        groups on a trunk of T tokens -> the work of its layers, and that of their attention."""
+        operators = self.num_linear * LINEAR + self.num_attention * LAYER + AROUND
+        operators += self.c.has_streams * self.c.num_hidden_layers * EXPERTS
+        layers = [self.through(self.target.model.layers, self.B * N, operators)]
+        if self.num_linear:
+            chunks = P or math.ceil(N / replay.CHUNK)
+            layers += self.num_linear * [self.delta_rule(N, chunks, replayed, T > 0)]
+        cells = N * (T + N)
+        if not T and not self.c.has_streams:  # causal, in blocks
+            cells = N * (N + 64) / 2
+        elif self.machine.is_gpu and N > 128 and not self.c.has_streams:
+            cells = N * self.visible
+        attention = self.attention(self.c, N, T + N, cells, MASKED if T else 1)
+        return layers, self.num_attention * [attention]
 
-NOTHING = """
-    empty empty_like empty_strided new_empty _unsafe_view detach alias lift_fresh
-    _local_scalar_dense
-""".split()
-GATHERS = ("index", "gather", "embedding", "index_select")
+    def vocabulary(self, rows: float, passes: float, more: float, products=1, chunks=1) -> Work:
+        """Logits of so many rows: products with the head, passes over all logits, and `more`
+        operators on few numbers."""
+        C = self.c.hidden_size
+        read = self.size * products * (chunks * self.V + rows) * C
+        flop, moved = 2 * products * rows * self.V * C, 4 * passes * rows * self.V
+        return Work(self.kind, flop, rows / chunks, read, moved, 0, more * chunks)
 
+    def head_and_loss(self, anchors: float, K: float, chunk: int = 0) -> list[Work]:
+        """p and q, and the gradient of q's logits, in chunks of so many logits (loss.chunked). The
+        head is multiplied once for p, twice for q, which is one for all branches."""
+        chunk = chunk or (2**27 if self.machine.is_gpu else 2**24)
+        chunks = math.ceil(self.B * anchors / max(1, chunk // (K * self.W * self.V)))
+        rows = self.B * anchors * self.W
+        # passes: softmax and its gradient; softmax, minimum and its gradient, sum
+        q = self.vocabulary(rows, 7, LOSS / 2, 2, chunks)
+        return [q, self.vocabulary(rows * K, 17, LOSS / 2, 1, chunks)]
 
-def flop_of(name: str, args, out) -> int:
-    """Floating-point operations of products and attention; all others are bound by bytes."""
-    if name in ("mm", "bmm", "_grouped_mm"):
-        return 2 * out.numel() * args[0].shape[-1]
-    if name in ("addmm", "baddbmm"):
-        return 2 * out.numel() * args[1].shape[-1]
-    if name == "linalg_solve_triangular":
-        return out.numel() * args[0].shape[-1]
-    if name in ATTENTION:  # backward: five products in place of two
-        is_backward = name.endswith("backward")
-        q, k = args[is_backward : is_backward + 2]
-        return (10 if is_backward else 4) * q.numel() * k.shape[-2]
-    return 0
+    def draft(self, anchors: float, T: float):
+        """The drafter's pass over blocks at anchors on T tokens, at most 32 of them at once ->
+        its work, and that of attention."""
+        parts, layers = math.ceil(anchors / 32), self.drafter.layers
+        slots = anchors * self.d.block_size / parts
+        work = self.through(layers, self.B * slots, LAYER * len(layers) + BLOCKS)
+        attention = self.attention(self.d.layers, slots, T + slots, slots * (T + slots))
+        return parts * [work], parts * len(layers) * [attention]
 
+    def context(self, tokens: float) -> list[Work]:
+        """What the drafter remembers of so many tokens of each text."""
+        layers = [layer.self_attn for layer in self.drafter.layers]
+        modules = [self.drafter.fc, *(m for layer in layers for m in (layer.k_proj, layer.v_proj))]
+        return [self.through(modules, self.B * tokens, CONTEXT)]
 
-class Notes(TorchDispatchMode):
-    """Notes each operator under the part that runs. ghost: float tensors have no numbers (meta);
-    ids and masks have, so that the code can decide by them."""
+    def optimizer(self) -> list[Work]:
+        """Muon: five Newton-Schulz steps, A = X X^T, X <- aX + (bA + cAA) X. AdamW for the rest."""
+        works = []
+        for name, p in self.drafter.named_parameters():
+            if optim.is_for_muon(name):
+                r, n = sorted(p.shape)
+                flop = 5 * (4 * r * r * n + 2 * r**3)
+                works.append(Work(self.kind, flop, r, 0, 4 * 15 * r * n, 0, MUON))
+            else:
+                works.append(Work(moved=4 * 10 * p.numel(), operators=ADAMW))
+        return works
 
-    def __init__(self, parts: Parts, ghost: bool = False):
-        super().__init__()
-        self.parts = parts
-        self.ghost = ghost
-        self.counts = defaultdict(Counter)  # part -> operator -> how often
+    # -- the parts together: {part: work}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        if func._can_decompose() if hasattr(func, "_can_decompose") else False:
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        out = ghost_call(func, name, args, kwargs) if self.ghost else func(*args, **kwargs)
-        if not is_view(func) and name not in NOTHING:
-            self.counts[self.parts.current][operator(name, args, kwargs, out)] += 1
-        return out
+    def learning(self, anchors: float, K: float) -> dict[str, list[Work]]:
+        draft, attention = self.draft(anchors, self.T)
+        draft = draft + self.context(self.T)
+        return {
+            "draft": draft,
+            "attention": attention,
+            "head and loss": self.head_and_loss(anchors, K),
+            "backward": [work.gradient() for work in draft + attention],
+            "optimizer": self.optimizer(),
+            "the rest": [Work(operators=REST)],
+        }
 
+    def specopd(self) -> dict[str, list[Work]]:
+        prefill, in_prefill = self.target_pass(self.T)
+        replayed = min(self.T, replay.checkpoint_spacing(self.c, self.size) - 1)
+        score, in_tree = self.target_pass(self.N, self.T, self.A, replayed)
+        draw = [self.vocabulary(self.B * self.A * self.W, 8, DRAW)]
+        learning = self.learning(self.A, self.K)
+        learning["attention"] += in_prefill + in_tree
+        tree = [Work(operators=TREE)]
+        return {"prefill": prefill, "draw": draw, "tree": tree, "score": score} | learning
 
-def operator(name: str, args, kwargs, out) -> Operator:
-    outputs = tensors_in(out)
-    inputs = tensors_in(args) + tensors_in(kwargs)
-    size = sum(map(size_of, outputs))
-    if name in GATHERS:
-        size = 2 * size + sum(size_of(t) for t in inputs if not t.is_floating_point())
-    elif name in ("index_put_", "_index_put_impl_"):
-        size = 2 * size_of(args[2])
-    else:
-        size += sum(map(size_of, inputs))
-    itemsize = max((t.element_size() for t in outputs if t.is_floating_point()), default=4)
-    flop = flop_of(name, args, outputs[0] if outputs else None)
-    rows = 0
-    if flop:
-        first = args[1] if name in ("addmm", "baddbmm", f"{SDPA}_backward") else args[0]
-        rows = first.shape[-2]
-    return Operator(name, flop, size, itemsize, rows)
-
-
-# ------------------------------------------------------------------------- running without numbers
-
-
-def ghost_call(func, name: str, args, kwargs):
-    """Run an operator where some tensors have no numbers. Ids and masks that come out of them are
-    made up: random ids, and a mask that is true everywhere."""
-    inputs = tensors_in(args) + tensors_in(kwargs)
-    device = kwargs.get("device")
-    to_meta = device is not None and torch.device(device).type == "meta"
-    has_meta = any(t.is_meta for t in inputs)
-    if name == "_grouped_mm":  # its check of types would refuse float32
-        return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-    if to_meta or has_meta:
-        dtype = kwargs.get("dtype") or (inputs[0].dtype if inputs else None)
-        if name == "_local_scalar_dense":
-            return 1.0
-        is_number = dtype is None or dtype.is_floating_point
-        if has_meta and name == "_to_copy" and device is not None and not to_meta:
-            return torch.ones(inputs[0].shape, dtype=dtype)
-        if not has_meta and not is_number:
-            return func(*args, **kwargs | {"device": "cpu"})
-        if not has_meta and name in ("arange", "scalar_tensor"):
-            return func(*args, **kwargs | {"device": "cpu"})
-    if not has_meta:
-        return func(*args, **kwargs)
-    out = func(*on_meta(args), **on_meta(kwargs))
-    width = next((t.shape[-1] for t in inputs if t.dim()), 1)
-    return made_up(out, width, name != "gt")  # no block of an indexer is chosen: any may be absent
-
-
-def on_meta(values):
-    if isinstance(values, Tensor):
-        return values if values.is_meta else values.to("meta")
-    if isinstance(values, dict):
-        return {name: on_meta(value) for name, value in values.items()}
-    if isinstance(values, tuple | list):
-        return type(values)(on_meta(value) for value in values)
-    return values
-
-
-def made_up(out, width: int, truth: bool):
-    """What stands for ids (below `width`) and masks that nobody knows; other results stay."""
-    if isinstance(out, tuple | list):
-        return type(out)(made_up(x, width, truth) for x in out)
-    if not isinstance(out, Tensor) or out.is_floating_point() or not out.is_meta:
-        return out
-    if out.dtype == torch.bool:
-        return torch.full(out.shape, truth)
-    return torch.randint(width, out.shape).to(out.dtype)
-
-
-class WholeCalls(TorchFunctionMode):
-    """Attention of ghosts as one operator, as devices have it; and numbers from lists stay."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args[0].is_meta:
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            if mask is not None and mask.dtype == torch.bool:  # kernels add numbers to the scores
-                mask = torch.where(mask, args[0].new_zeros(()), -torch.inf)
-            return getattr(torch.ops.aten, SDPA)(*args[:3], attn_mask=mask)[0]
-        if func is torch.tensor:
-            kwargs = kwargs | {"device": None}
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def without_numbers(machine: Machine):
-    """Let the code run on ghosts as it would on the machine."""
-    elements = int(machine.gib * GIB * drafting.CHUNK_SHARE) // (4 * drafting.CHUNK_COPIES)
-    elements = min(elements, drafting.GPU_CHUNK_ELEMENTS) or drafting.CHUNK_ELEMENTS
-    is_cpu = property(lambda tensor: not machine.overlaps or tensor.device.type == "cpu")
-    with (
-        mock.patch.object(drafting, "chunk_elements", lambda device: elements),
-        mock.patch.object(loss, "chunk_elements", lambda device: elements),
-        mock.patch.object(Tensor, "is_cpu", is_cpu),
-        # a tensor of a class of its own cannot be made under a mode; it is never read
-        mock.patch.object(model, "causal_lower_right", lambda N, T: None, create=True),
-        WholeCalls(),
-    ):
-        yield
-
-
-# ------------------------------------------------------------------------------------- what is run
-
-
-@dataclass(frozen=True)
-class Config(plan.Config):
-    out: str = flag("runs/roofline", "folder for summary.json", group="the plan")
-    gpu: str = flag("h100", "the machine; cpu: this one, measured", "the plan", choices=MACHINES)
-    al: float = flag(3.0, "acceptance length that rollouts are given", "the plan", low=1)
-    check: bool = flag(False, "run it on this CPU, and compare", "the plan")
-
-
-class Work:
-    """A target, a drafter and texts, with numbers or without, and the two ways to train."""
-
-    def __init__(self, config: Config, target: Target, drafter: Drafter):
-        self.config = replace(config, mode="specopd")
-        self.target, self.drafter = target, drafter
-        for module in target.modules():  # numbers that hashes of n-grams are divided by
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta and not buffer.is_floating_point():
-                    module.register_buffer(name, torch.ones(buffer.shape, dtype=buffer.dtype))
-        self.optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0  # texts and drafter stay what they are
-        ids = torch.Generator().manual_seed(config.seed)
-        shape = (config.batch_size, config.prompt_length + config.response_length)
-        rows = torch.randint(target.num_tokens - 1, shape, generator=ids).tolist()
-        self.prompts = [row[: config.prompt_length] for row in rows]
-        responses = [row[config.prompt_length :] for row in rows]
-        texts = References.from_lists(self.prompts, responses, 0)
-        self.trunks = Trunks(target, texts, drafter.config.target_layer_ids, cache_gib=0.0)
-
-    def learn(self, parts: Parts, config, blocks: list) -> int:
-        figures = train.gradient(config, train.Step(config, self.drafter), self.drafter, blocks)
-        parts.within("optimizer", optimizer_step)(self.optimizers)
-        return figures["supervised"]
-
-    def specopd(self, parts: Parts) -> int:
-        """One step -> its supervised tokens, as those below."""
-        blocks = train.next_batch(self.config, self.drafter, self.trunks, 0, ())
-        return self.learn(parts, self.config, blocks)
-
-    def rollouts(self, parts: Parts) -> int:
-        """One step on whole rollouts, and all of it: for machines that are here."""
-        config = replace(self.config, mode="rollout", num_greedy=0)
-        blocks = train.next_batch(config, self.drafter, self.trunks, 0, ())
-        self.rounds = blocks[0].anchors.shape[1]
-        return self.learn(parts, config, blocks)
-
-    def batch(self, length: int) -> serve.Batch:
-        """A decoding after `length` tokens."""
-        rows = self.trunks.references.tokens[:, :length].tolist()
-        recorder = train.Recorder(length + self.config.response_length)
-        options = serve.Options(self.config.response_length, drafting.PLAIN, watch=recorder)
-        return serve.Batch(self.target, self.drafter, rows, list(range(len(rows))), options)
-
-    def rollout_blocks(self, rounds: int) -> loss.Blocks:
-        """Blocks as so many rounds leave them."""
-        texts = self.trunks.references
-        tap_ids = self.drafter.config.target_layer_ids
-        B, T = texts.tokens.shape
-        W, C = self.drafter.config.num_draft_tokens, self.target.config.hidden_size
-        new = self.target.lm_head.weight.new_empty
-        taps = new(B, T, len(tap_ids) * C)
-        trunk = Trunk(texts.tokens, texts.lengths, [], tap_ids, T, taps=taps)
-        anchors = torch.linspace(len(self.prompts[0]), T - 2, rounds).long().expand(B, -1)
-        tokens = torch.zeros(B, rounds, 1, W, dtype=torch.long)
-        p_hidden = new(B, rounds, 1, W, C)
-        counts = {"nodes": 0, "unmerged": 0}
-        return loss.Blocks(trunk, anchors, tokens, tokens == 0, p_hidden, counts=counts)
-
-
-def note_phases(work: Work, machine: Machine, rounds: int) -> dict[str, dict]:
-    """What each phase runs: {phase: {part: operators}}."""
-    config = work.config
-    rollout = replace(config, mode="rollout", num_greedy=0)
-    middle = config.prompt_length + config.response_length // 2
-    phases = {}
-
-    def note(name: str, function) -> None:
-        notes = Notes(parts, ghost=True)
-        with notes, parts.watching(work.target, work.drafter):
-            function()
-        phases[name] = notes.counts
-
-    parts = Parts()
-    with without_numbers(machine):
-        note("SpecOPD step", lambda: work.specopd(parts))
-        note("rollout: prefill", lambda: work.batch(config.prompt_length))
-        with Notes(Parts(), ghost=True), torch.inference_mode():
-            batch = work.batch(middle)
-        with torch.inference_mode():
-            note("rollout: one round", batch.round)
-        note("rollout: learning", lambda: work.learn(parts, rollout, [work.rollout_blocks(rounds)]))
-    return phases
+    def rollout(self, rounds: int) -> dict[str, dict[str, list[Work]]]:
+        """Its phases; a round stands for all, in the middle of a response."""
+        T = (self.prompt + self.T) / 2
+        prefill, in_prefill = self.target_pass(self.prompt)
+        draft, in_block = self.draft(1, T)
+        score, in_chain = self.target_pass(self.W + 1, T, 1)
+        commit = self.num_linear * COMMIT_LINEAR + self.num_attention * COMMIT + AROUND
+        one_round = {
+            "draft": draft,
+            "draw": [self.vocabulary(self.B * self.W, 8, DRAW)],
+            "tree": [Work(operators=CHAIN)],
+            "score": score,
+            "attention": in_block + in_chain,
+            "verify": [self.vocabulary(self.B * (self.W + 1), 10, VERIFY)],
+            "commit": [*self.context(self.W + 1), Work(operators=commit)],
+            "the rest": [Work(operators=ROUND)],
+        }
+        before = {"prefill": prefill, "attention": in_prefill, "draft": self.context(self.prompt)}
+        return {"prefill": before, "one round": one_round, "learning": self.learning(rounds, 1)}
 
 
 # ------------------------------------------------------------------------------------- the figures
 
 
-def cost(machine: Machine, operators: Counter) -> dict:
-    """FLOP, bytes and seconds of some operators; each is charged to what limits it."""
-    sums = dict(flop=0, bytes=0, operators=operators.total(), compute=0.0, bandwidth=0.0)
-    for op, count in operators.items():
-        arithmetic, moving = machine.seconds(op)
-        limit = "compute" if arithmetic > moving else "bandwidth"
-        sums[limit] += count * max(arithmetic, moving)
-        sums["flop"] += count * op.flop
-        sums["bytes"] += count * op.bytes
-    launches = machine.launch * operators.total()
-    if machine.overlaps:  # only what the kernels do not hide
-        launches = max(0.0, launches - sums["compute"] - sums["bandwidth"])
-    return (
-        sums | dict(launches=launches) | {"seconds": launches + sums["compute"] + sums["bandwidth"]}
-    )
+def predict(s: Shapes, rounds: int) -> tuple[dict, dict]:
+    """{phase: {part: cost}}, where "all" is their sum, and {way to train: {part: seconds}}."""
+    phases, seconds = {}, {"SpecOPD": Counter(), "rollouts": Counter()}
+    for name, parts in ({"SpecOPD": s.specopd()} | s.rollout(rounds)).items():
+        costs = {part: s.machine.cost(*works) for part, works in parts.items()}
+        phases[name] = costs | {"all": sum(costs.values(), Counter())}
+        for part, c in phases[name].items():
+            times = rounds if name == "one round" else 1
+            seconds["SpecOPD" if name == "SpecOPD" else "rollouts"][part] += times * c["seconds"]
+    return phases, seconds
 
 
-def added(*costs: dict) -> dict:
-    return {name: sum(c[name] for c in costs) for name in costs[0]}
-
-
-def limit_of(c: dict) -> str:
-    name = max(("compute", "bandwidth", "launches"), key=c.get)
-    return f"{name} {100 * c[name] / max(c['seconds'], 1e-12):.0f} %"
-
-
-def print_phase(name: str, parts: dict[str, dict]) -> None:
-    print(f"\n{name:20s}    GFLOP       GB  operators        ms  limited by")
-    for part, c in parts.items():
-        size = f"{c['flop'] / 1e9:9.2f} {c['bytes'] / 1e9:8.3f} {c['operators']:10d}"
-        print(f"  {part:18s}{size} {1e3 * c['seconds']:9.3f}  {limit_of(c)}")
-
-
-def predict(work: Work, machine: Machine, rounds: int) -> dict[str, dict]:
-    """{phase: {part: cost}}, with the sum of the parts as "all"."""
-    phases = {}
-    for name, parts in note_phases(work, machine, rounds).items():
-        phases[name] = {part: cost(machine, operators) for part, operators in parts.items()}
-        phases[name]["all"] = added(*phases[name].values())
-    return phases
-
-
-def whole_rollout(phases: dict, rounds: int) -> dict[str, float]:
-    """Seconds by part of prefill, all rounds and learning."""
-    seconds = defaultdict(float)
-    times = {"rollout: prefill": 1, "rollout: one round": rounds, "rollout: learning": 1}
-    for phase, count in times.items():
-        for part, c in phases[phase].items():
-            seconds[part] += count * c["seconds"]
-    return dict(seconds)
-
-
-def run(config: Config) -> dict:
-    config = replace(config, num_greedy=min(config.num_greedy, config.num_branches - 1))
-    machine = this_cpu() if config.check or config.gpu == "cpu" else GPUS[config.gpu]
-    if config.check:
-        return check(config, machine)
-    target, drafter = plan.build_on_meta(config)
-    if machine.overlaps:
-        target.to(torch.bfloat16)
-    drafter.requires_grad_(True)
-    rounds = max(1, round(config.response_length / config.al))
-    work = Work(config, target, drafter)
-    phases = predict(work, machine, rounds)
-    print_machine(config, machine)
+def print_phases(phases: dict) -> None:
     for name, parts in phases.items():
-        print_phase(name, parts)
-    return (
-        {"phases": phases}
-        | ratio(work, phases, rounds)
-        | {"items": items(work, machine, phases, rounds)}
-    )
+        title = "SpecOPD step" if name == "SpecOPD" else f"rollout: {name}"
+        print(f"\n{title:20s}    GFLOP       GB  operators        ms  limited by")
+        for part, c in parts.items():
+            limit = max(("compute", "bandwidth", "launches"), key=lambda limit: c[limit])
+            size = f"{c['GFLOP']:9.2f} {c['GB']:8.3f} {c['operators']:10.0f}"
+            share = 100 * c[limit] / c["seconds"]
+            print(f"  {part:18s}{size} {1e3 * c['seconds']:9.3f}  {limit} {share:.0f} %")
 
 
-def print_machine(config: Config, machine: Machine) -> None:
-    name = "cpu" if config.check else config.gpu
-    peaks = "/".join(f"{machine.product[size] / 1e12:.3g}" for size in (2, 4))
-    rates = f"{peaks} TFLOP/s (bfloat16/float32), {machine.bandwidth / 1e9:.0f} GB/s"
-    print(f"{name}: {rates}, {1e6 * machine.launch:.1f} us an operator")
-    shape = f"{config.batch_size} texts of {config.prompt_length} + {config.response_length} tokens"
-    print(f"{shape}, {config.num_anchors} anchors x {config.num_branches}")
-
-
-def ratio(work: Work, phases: dict, rounds: int) -> dict:
-    """Print and return the supervised tokens per second of both ways."""
-    c = work.config
-    W = work.drafter.config.num_draft_tokens
-    seconds = {"SpecOPD": phases["SpecOPD step"]["all"]["seconds"]}
-    seconds["rollouts"] = whole_rollout(phases, rounds)["all"]
-    tokens = {"SpecOPD": c.batch_size * c.num_anchors * c.num_branches * W}
-    tokens["rollouts"] = c.batch_size * rounds * W
-    print(f"\n{'':12s}s per update   tokens  tokens/s   (AL {c.al:g}: {rounds} rounds)")
-    for way in seconds:
-        speed = tokens[way] / seconds[way]
-        print(f"{way:12s}{seconds[way]:12.4f} {tokens[way]:8d} {speed:9.0f}")
-    c1 = tokens["SpecOPD"] / seconds["SpecOPD"] * seconds["rollouts"] / tokens["rollouts"]
+def ratio(s: Shapes, seconds: dict, rounds: int) -> float:
+    """Print the supervised tokens per second of both ways -> the one over the other."""
+    blocks = {"SpecOPD": s.A * s.K, "rollouts": rounds}
+    speed = {way: s.B * blocks[way] * s.W / parts["all"] for way, parts in seconds.items()}
+    print(f"\n{rounds} rounds to a rollout")
+    for way, parts in seconds.items():
+        print(f"{way:10s}{parts['all']:10.4f} s a step, {speed[way]:9.0f} supervised tokens/s")
+    c1 = speed["SpecOPD"] / speed["rollouts"]
     print(f"SpecOPD has {c1:.2f} times the tokens/s of sequential rollouts")
-    return {"seconds": seconds, "tokens": tokens, "c1": c1}
+    return c1
 
 
-def items(work: Work, machine: Machine, phases: dict, rounds: int) -> dict[str, float]:
-    """What a change of the code is worth, in seconds of a step (of a rollout where it says so)."""
-    c, d, config = work.target.config, work.drafter.config, work.config
-    B, T = work.trunks.references.tokens.shape
-    W, rows = d.num_draft_tokens, config.num_anchors * config.num_branches
-    N = rows * (W - 1)
-    layers = sum(not c.is_linear(layer) for layer in range(c.num_hidden_layers))
-    dense = 4 * B * N * (T + N) * c.num_attention_heads * c.head_dim * layers
-    visible = (config.prompt_length + T) / 2 + W / 2  # of an average node
-    flop = machine.product[2] * machine.shares["attention"]
-    keys = 2 * B * (T + N) * c.num_attention_heads * c.head_dim * layers * plan.BF16_BYTES
-    head = c.vocab_size * c.hidden_size * plan.BF16_BYTES
-    logits = B * rows * W * c.vocab_size
-    step = phases["SpecOPD step"]
-    node = sum(plan.trunk_bytes(c, 1, 0, plan.BF16_BYTES).values())
-    node -= plan.trunk_bytes(c, 1, 0, plan.BF16_BYTES)["recurrent states"]
-    product = 2 * logits * c.hidden_size / machine.product[2]
+def items(s: Shapes, step: dict, rounds: int) -> dict[str, float]:
+    """What choices in the code are worth, in seconds of a step (of a rollout where it says so)."""
+    c, slots = s.c, s.T + s.N
+
+    def seconds(*works: Work) -> float:
+        return s.machine.cost(*works)["seconds"]
+
+    dense, visible = (seconds(s.attention(c, s.N, slots, s.N * x)) for x in (slots, s.visible))
+    keys = s.size * 4 * s.B * slots * c.num_attention_heads * c.head_dim
+    small, large = (seconds(*s.head_and_loss(s.A, s.K, 2**n)) for n in (24, 27))
+    node = plan.trunk_bytes(c, 1, 0, s.size) | {"recurrent states": 0}
     worth = {
-        "11 no cuDNN plan per new length (a rollout, by reports)": MAKES_PLAN_SECONDS * rounds,
-        "12 only visible cells of the tree's attention": dense * (1 - visible / (T + N)) / flop,
-        "12 no keys repeated for every head": 2 * keys / machine.bandwidth,
-        "13 chunks of 2^27 logits, not 2^24 (four passes)": 4
-        * head
-        * (logits / 2**24 - logits / 2**27)
-        / machine.bandwidth,
-        "13 p and q computed once (two products)": 2 * product,
-        "14 states of nodes not kept": B * N * node / machine.bandwidth,
-        "14 30 host synchronisations fewer": 30 * SYNCHRONISATION_SECONDS,
-        "15 Muon spread over 8 GPUs": step["optimizer"]["seconds"] * 7 / 8,
+        "no cuDNN plan for each new length (a rollout, 0.4 s each)": 0.4 * rounds,
+        "only visible cells of the tree": s.num_attention * (dense - visible),
+        "keys not repeated for each head": s.num_attention * seconds(Work(moved=keys)),
+        "chunks of 2^27 logits, not of 2^24": small - large,
+        "p and q computed once": seconds(s.vocabulary(s.B * s.A * s.W * (1 + s.K), 0, 0)),
+        "states of nodes not kept": seconds(Work(moved=s.B * s.N * sum(node.values()))),
+        "30 waits of the host fewer (20 us each)": 30 * 20e-6,
+        "Muon spread over 8 GPUs": step["optimizer"] * 7 / 8,
     }
-    print(f"\nWhat the points are worth, of {step['all']['seconds']:.4f} s a step")
-    for name, seconds in worth.items():
-        print(f"  {name:56s} {seconds:9.4f} s")
+    print(f"\nWhat choices in the code are worth, of {step['all']:.4f} s a step")
+    for name, value in worth.items():
+        print(f"  {name:60s} {value:9.4f} s")
     return worth
 
 
 # ------------------------------------------------------------------------- held against a clock
 
 
-class Watch:
-    """Adds up seconds by part."""
+@contextlib.contextmanager
+def watched(functions: list[tuple], bar: tqdm):
+    """Seconds by part while the context lasts. The functions (owner, name, part) do a part's work;
+    one inside another counts for itself alone."""
+    seconds, stack, since = Counter(), ["the rest"], clock()
 
-    def __init__(self):
-        self.seconds = defaultdict(float)
-        self.parts = Parts(self.tick)
-        self.since = clock()
-
-    def tick(self) -> None:
+    def tick() -> None:
+        nonlocal since
         now = clock()
-        self.seconds[self.parts.current] += now - self.since
-        self.since = now
+        seconds[stack[-1]] += now - since
+        since = now
+        bar.update()
+
+    @contextlib.contextmanager
+    def within(part: str):
+        tick()
+        stack.append(part)
+        try:
+            yield
+        finally:
+            tick()
+            stack.pop()
+
+    with contextlib.ExitStack() as patches:
+        for owner, name, part in functions:
+            function = within(part)(getattr(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, function))
+        yield seconds
+        tick()
 
 
-def measured(work: Work, way, repeats: int) -> dict[str, float]:
-    """Seconds of a step by part, the least of its repeats after a warm-up."""
+def measured(config, target, drafter):
+    """Seconds of a step by part, the fastest of four or of those in ten seconds; its blocks."""
+    functions = [
+        (target, "prefill", "prefill"),
+        (drafter, "block", "draft"),
+        (drafter, "remember", "draft"),
+        (drafter, "draw_branches", "draw"),
+        (train, "build_tree", "tree"),
+        (serve, "build_tree", "tree"),
+        (target, "score", "score"),
+        (model, "attention", "attention"),
+        (train, "step_loss", "head and loss"),
+        (Tensor, "backward", "backward"),
+        (optim, "optimizer_step", "optimizer"),
+        (serve.Batch, "verify", "verify"),
+        (serve.Batch, "commit", "commit"),
+    ]
+    P, T = config.prompt_length, config.prompt_length + config.response_length
+    ids = torch.Generator().manual_seed(config.seed)
+    rows = torch.randint(target.num_tokens - 1, (config.batch_size, T), generator=ids)
+    texts = References.from_lists(rows[:, :P].tolist(), rows[:, P:].tolist(), 0)
+    trunks = Trunks(target, texts, drafter.config.target_layer_ids, cache_gib=0.0)
+    optimizers = optim.make_optimizers(drafter, 1e-9, 1e-9)  # the drafter stays what it is
     runs = []
-    for _ in range(1 + repeats):
-        watch = Watch()
-        with watch.parts.watching(work.target, work.drafter):
-            watch.since = clock()
-            way(watch.parts)
-            watch.tick()
-        runs.append(watch.seconds)
-    best = dict(min(runs[1:], key=lambda seconds: sum(seconds.values())))
-    return best | {"all": sum(best.values())}
+    begin = clock()
+    with tqdm(desc=f"measuring {config.mode}", unit=" parts") as bar:
+        while len(runs) < 4 and clock() - begin < 10:
+            with watched(functions, bar) as seconds:
+                (blocks,) = train.next_batch(config, drafter, trunks, 0, ())
+                train.gradient(config, train.Step(config, drafter), drafter, [blocks])
+                optim.optimizer_step(optimizers)
+            runs.append(seconds)
+    best = min(runs, key=Counter.total)
+    return best | {"all": best.total()}, blocks
 
 
-def check(config: Config, machine: Machine) -> dict:
-    """Print seconds predicted beside seconds measured, for the toy or the folder of --target."""
-    print_machine(config, machine)
-    # a fresh drafter's gradients are below 1e-38 at late positions; a CPU multiplies such numbers
-    # up to thirty times more slowly
-    torch.set_flush_denormal(True)
-    real_target = Target.toy(config.arch, config.seed)
-    if config.target:
-        real_target = for_cpu(Target.from_pretrained(config.target, "cpu", torch.float32))
-    mask = config.mask_token_id
-    mask_token_id = int(mask) if mask.isdecimal() else None
-    if not config.target:
-        real_target.num_tokens = real_target.config.vocab_size - 6  # as the byte tokenizer has it
-    work = Work(config, real_target, fresh_drafter(config, real_target, mask_token_id))
-    seen = {"SpecOPD step": measured(work, work.specopd, 3)}
-    seen["rollouts"] = measured(work, work.rollouts, 1)
-    with torch.device("meta"):
-        target = Target(real_target.config).requires_grad_(False)
-        drafter = drafting.drafter_class(work.drafter.config)(work.drafter.config, target)
-    phases = predict(Work(config, target, drafter), machine, work.rounds)
-    predicted = {name: c["seconds"] for name, c in phases["SpecOPD step"].items()}
-    both = {"SpecOPD step": predicted, "rollouts": whole_rollout(phases, work.rounds)}
-    figures = {}
-    for name, parts in seen.items():
-        print(f"\n{name:20s}  predicted   measured ms   measured / predicted")
-        figures[name] = {}
+def check(config, s: Shapes) -> dict:
+    """Print seconds predicted beside seconds measured."""
+    seen = {}
+    config = replace(config, mode="specopd", grad_accum=1)
+    seen["SpecOPD"], blocks = measured(config, s.target, s.drafter)
+    s.N = int(blocks.counts["nodes"]) / s.B
+    config = replace(config, mode="rollout", num_greedy=0)
+    seen["rollouts"], blocks = measured(config, s.target, s.drafter)
+    rounds = blocks.anchors.shape[1]
+    _, predicted = predict(s, rounds)
+    print(f"{s.N:.0f} nodes to a text's tree, {rounds} rounds to a rollout")
+    for way, parts in seen.items():
+        print(f"\n{way:20s}  predicted   measured ms   measured / predicted   share")
         for part, seconds in parts.items():
-            wanted = both[name].get(part, 0.0)
-            figures[name][part] = (wanted, seconds)
-            times = seconds / max(wanted, 1e-9)
-            beyond = "" if 1 / 1.5 <= times <= 1.5 else "  beyond 1.5"
-            print(f"  {part:18s}{1e3 * wanted:11.2f} {1e3 * seconds:10.2f}   {times:9.2f}{beyond}")
-    return {"predicted and measured": figures}
+            times, share = seconds / predicted[way][part], seconds / parts["all"]
+            beyond = "" if 1 / 1.5 <= times <= 1.5 or share < 0.05 else "   beyond 1.5"
+            both = f"{1e3 * predicted[way][part]:11.2f} {1e3 * seconds:10.2f}"
+            print(f"  {part:18s}{both}   {times:20.2f}   {100 * share:3.0f} %{beyond}")
+    return {"predicted": predicted, "measured": seen}
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+@dataclass(frozen=True)
+class Config(plan.Config):
+    out: str = flag("runs/roofline", "folder for summary.json", group="the plan")
+    gpu: str = flag("h100", "the machine; cpu: this one", "the plan", choices=(*GPUS, "cpu"))
+    al: float = flag(3.0, "acceptance length that rollouts are given", "the plan", low=1)
+    check: bool = flag(False, "run it on this CPU, and compare", "the plan")
+
+
+def run(config: Config) -> dict:
+    if not (config.prompt_length and config.response_length):
+        raise ValueError("roofline: --prompt-length and --response-length must be above 0")
+    size = f"{config.batch_size} texts of {config.prompt_length} + {config.response_length} tokens"
+    print(f"{size}, {config.num_anchors} anchors x {config.num_branches}", flush=True)
+    if config.check:
+        target = open_target(replace(config, device="cpu", dtype="float32"))
+        mask = config.mask_token_id  # any row will do
+        mask_row = int(mask) if mask.isdecimal() else target.config.vocab_size - 1
+        drafter = fresh_drafter(config, target, mask_row)
+    else:
+        target, drafter = plan.build_on_meta(config)
+    is_here = config.check or config.gpu == "cpu"
+    machine = this_cpu(target.config) if is_here else GPUS[config.gpu]
+    s = Shapes(config, target, drafter, machine)
+    peak, bandwidth = machine.rate(s.kind, 1e9) / 1e12, machine.rate("moved", 2**21) / 1e9
+    rates = f"{peak:.3g} TFLOP/s, {bandwidth:.0f} GB/s, {1e6 * machine.launch:.1f} us a launch"
+    print(f"{'this CPU' if is_here else config.gpu}: {rates}", flush=True)
+    if config.check:
+        return check(config, s)
+    rounds = max(1, round(config.response_length / config.al))
+    phases, seconds = predict(s, rounds)
+    print_phases(phases)
+    c1 = ratio(s, seconds, rounds)
+    worth = items(s, seconds["SpecOPD"], rounds)
+    return {"phases": phases, "seconds": seconds, "c1": c1, "items": worth}

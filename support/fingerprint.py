@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from support import distributed
 
 HASH = "sha256:"
-SERIES = "sha256 of each:"
 MIN_ROWS = 5  # looked at of every tensor, but of short rows as many as make so many numbers:
 MIN_NUMBERS = 4096
 
@@ -37,11 +36,6 @@ def _digest(parts) -> str:
 def fingerprint(parts) -> str:
     """Return the hash of texts, prompts, tensors of whole numbers, in their order."""
     return HASH + _digest(parts)
-
-
-def fingerprints(values: list) -> str:
-    """Return a hash of each value. Compared with that of fewer values, only these are compared."""
-    return SERIES + "".join(_digest([value])[:8] for value in values)
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -117,7 +111,7 @@ def difference(name: str, recorded, value) -> str:
     if recorded == value:
         return ""
     is_weights = isinstance(value, dict) and "rounded" in value
-    is_hash = isinstance(value, str) and value.startswith((HASH, SERIES))
+    is_hash = isinstance(value, str) and value.startswith(HASH)
     if not (is_weights or is_hash):
         return f"was made with {name} = {recorded!r}, this run has {value!r}"
     if type(recorded) is not type(value):
@@ -125,9 +119,6 @@ def difference(name: str, recorded, value) -> str:
     if is_weights and is_another_dtype(recorded, value):
         dtypes = f"{recorded['dtype']}, this run has {value['dtype']} (--dtype)"
         return f"was made with the same weights in another dtype: {dtypes}"
-    shared = min(len(recorded), len(value))
-    if is_hash and value.startswith(SERIES) and recorded[:shared] == value[:shared]:
-        return ""
     if is_weights:
         return f"was made with other weights or another config of {name}"
     return f"was made before {name} changed"

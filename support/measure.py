@@ -23,6 +23,8 @@ from support import distributed
 from support.data import TooLong, draw_prompts
 from support.partings import partings
 
+TEMPERATURES = (0.0, 1.0)  # at which AL is measured
+QUICK_SHARE = 0.25  # of the held-out prompts, measured while training
 NGRAM = 8  # tokens of the n-grams that `repetition` counts
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 48  # prompts decoded at once
@@ -162,11 +164,15 @@ class Measure:
     source: str = "held-out prompts"  # what an AL is of, in words
     tasks: list = field(default_factory=list)  # each prompt's, if they are of several tasks
 
+    def first_prompts(self, share: float) -> list:
+        """The prompts that a share of them means: the first ones, but 8 at least if there are."""
+        return self.prompts[: max(8, int(len(self.prompts) * share))]
+
     def __call__(
         self, target, drafter, temperature: float, share=1.0, progress="", run=run_at_once
     ) -> Acceptance:
-        """Measure AL on a share of the prompts, but on 8 at least: by all processes together."""
-        prompts = self.prompts[: max(8, int(len(self.prompts) * share))]
+        """Measure AL on a share of the prompts: by all processes together."""
+        prompts = self.first_prompts(share)
         how = (self.max_new_tokens, Sampling(temperature), self.seed, self.stop_ids)
         progress = progress if distributed.is_main() else ""
         return evaluate(target, drafter, prompts, *how, run=run, progress=progress)

@@ -13,15 +13,16 @@ from types import SimpleNamespace
 import fakecuda
 import torch
 
-import model
 from drafter import PLAIN
 from serve import Batch, Options, generate
 from small import DRAFTERS, random_tokens, small_drafter, small_target
 from small_runs import CONFIG, STOP, small_trunks, written_by
+from support import gpu
 from support.cpu import sent
 from support.measure import Measure
 from support.optim import make_optimizers
-from train import MODES, Run, Step, one_step
+from support.run import Run
+from train import MODES, Step, one_step
 from tree import build_tree
 
 KINDS = ("dflash", "dspark rnn", "dflash2")
@@ -95,10 +96,18 @@ def try_steps(target, references, waits: Waits) -> None:
         how = dict(mode=mode, precision=precision, batch_size=2, response_length=6)
         config = dataclasses.replace(CONFIG, **how)
         trunks = small_trunks(target, references, 0.0)
-        optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
-        parts = (Measure([PROMPT], 4, STOP, 0), Path(), {}, Step(config, drafter), optimizers)
-        run = Run(config, drafter, trunks, *parts)
-        run.totals = dict.fromkeys(("supervised", "nodes", "unmerged", "seconds"), 0)
+        step_module = Step(config, drafter)
+        run = Run(
+            config,
+            drafter,
+            trunks,
+            Measure([PROMPT], 4, STOP, 0),
+            Path(),
+            made_with={},
+            objective=step_module.objective,
+            optimizers=make_optimizers(drafter, config.matrix_lr, config.lr),
+            step_module=step_module,
+        )
         in_rounds = WaitsInRounds()
         before = num_waits()
         one_step(run, 0)
@@ -134,7 +143,7 @@ def pretend_more() -> None:
 def main(arch: str) -> None:
     torch.set_num_threads(1)
     fakecuda.STATE.raise_on_fault = False
-    model.FLEX_DEVICES = ()  # its kernels are not pretended
+    gpu.KERNEL_DEVICES = ()  # they are not pretended
     pretend_more()
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

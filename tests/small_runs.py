@@ -57,20 +57,28 @@ def small_trunks(target, references, cache_gib: float = 1.0) -> Trunks:
     return Trunks(target, references, target.tap_ids, cache_gib)
 
 
+def draw(seed: int, step: int, ids, prompt_lengths, lengths, shape) -> tuple:
+    """-> what a step draws for its references: anchors (B,A), uniforms (B,A,K,W)."""
+    generators = [training.sequence_generator(seed, step, i) for i in ids.tolist()]
+    anchors = training.draw_anchors(generators, prompt_lengths, lengths, shape[0])
+    return anchors, training.draw_uniforms(generators, *shape)[:, : anchors.shape[1]]
+
+
 def one_batch(target, references, config=CONFIG, step: int = 0) -> tuple:
     """-> (trunk, anchors, uniforms) of the step's references."""
     rows = batch_rows(config.seed, step, references.lengths, config.batch_size)
     spans = references.prompt_lengths[rows], references.lengths[rows]
     shape = (config.num_anchors, config.num_branches, W)
-    drawn = training.draw_anchors(config.seed, step, rows, *spans, shape)
+    drawn = draw(config.seed, step, rows, *spans, shape)
     return small_trunks(target, references)(rows), *drawn
 
 
 def blocks_of(config, drafter, trunk, anchors, uniforms) -> losses.Blocks:
     """What a step of `config.mode` learns from."""
+    objective = training.objective_of(config, drafter)
     if config.mode == "specopd":
-        return training.tree_blocks(config, drafter, trunk, anchors, uniforms, STOP)
-    return training.text_blocks(config, drafter, trunk, anchors, STOP)
+        return training.tree_blocks(config, objective, drafter, trunk, anchors, uniforms, STOP)
+    return training.text_blocks(objective, drafter, trunk, anchors, STOP)
 
 
 # ------------------------------------------------------------------------- a step, branch by branch

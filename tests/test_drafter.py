@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import plain_drafters
-from drafter import Drafter, Sampling, chunk_elements, draw, previous_tokens
+from drafter import Drafter, Sampling, draw, previous_tokens
 from small import DRAFTERS, SMALL, random_tokens, reconfigure, small_drafter, small_target
+from support.gpu import chunk_elements
 from target import default_taps
 from tree import build_tree
 
@@ -277,7 +278,7 @@ def test_drawing_in_chunks_is_the_same(target, drafter, monkeypatch):
     trunk = target.prefill(tokens, lengths)
     uniforms = torch.rand(3, 5, 2, 4, generator=torch.Generator().manual_seed(0))
     whole = drafter.propose(trunk, anchors, 2, Sampling(), uniforms=uniforms).tokens
-    monkeypatch.setattr("drafter.CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr("support.gpu.CHUNK_ELEMENTS", 300)
     assert torch.equal(
         whole, drafter.propose(trunk, anchors, 2, Sampling(), uniforms=uniforms).tokens
     )

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loss as losses
-from drafter import chunk_elements, previous_tokens
+from drafter import previous_tokens
 from loss import Blocks, Heads, Objective, Rows, step_loss
 from small import DRAFTERS, random_tokens, run, small_drafter, small_target
+from support.gpu import chunk_elements
 
 
 def random_probs(*shape, seed=0, sharp=1.5):
@@ -376,7 +377,7 @@ def check_same(gradients: dict, wanted: dict, tolerance: float) -> None:
 
 def chunks_of(monkeypatch, num_anchors: int) -> None:
     elements = num_anchors * 2 * 4 * 24  # branches, drafts, ids
-    monkeypatch.setattr("drafter.CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("support.gpu.CHUNK_ELEMENTS", elements)
     assert chunk_elements(torch.device("cpu")) == elements
 
 

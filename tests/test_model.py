@@ -33,6 +33,7 @@ from small import (
     small_target,
     state_gap,
 )
+from support import gpu
 from support.cpu import for_cpu
 from support.toy import write_byte_tokenizer
 from target import Target
@@ -403,12 +404,12 @@ def test_heads_treated_as_tokens_give_the_same_attention(N, num_key_heads):
 @pytest.fixture
 def flex_here(monkeypatch):
     """Score trees by FlexAttention on a CPU, too, where it runs uncompiled."""
-    monkeypatch.setattr(model, "FLEX_DEVICES", ("cpu",))
-    monkeypatch.setattr(model, "FLEX_QUERIES", 1)
+    monkeypatch.setattr(gpu, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu, "FLEX_QUERIES", 1)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    model.flex_agrees.cache_clear()
+    gpu.flex_agrees.cache_clear()
     yield monkeypatch
-    model.flex_agrees.cache_clear()
+    gpu.flex_agrees.cache_clear()
 
 
 @PRIVATE_AND_MERGED
@@ -416,9 +417,9 @@ def flex_here(monkeypatch):
 def test_flexattention_equals_dense_masks_on_packed_trees(flex_here, arch, merge):
     target = small_target(arch=arch)
     masks = []
-    honest = model.attention_in_blocks
+    honest = gpu.attention_in_blocks
     watched = lambda q, kv, mask: (masks.append(mask), honest(q, kv, mask))[1]  # noqa: E731
-    flex_here.setattr(model, "attention_in_blocks", watched)
+    flex_here.setattr(gpu, "attention_in_blocks", watched)
     for seed in range(3):
         case = random_case(seed, 4)
         tree = build_tree(*case, merge=merge)
@@ -427,37 +428,39 @@ def test_flexattention_equals_dense_masks_on_packed_trees(flex_here, arch, merge
         assert masks and len({id(mask) for mask in masks}) == (2 if seed == 0 else 1)
         masks.clear()  # one for all layers, and one of the check before the first
         with flex_here.context() as dense:
-            dense.setattr(model, "FLEX_DEVICES", ())
+            dense.setattr(gpu, "KERNEL_DEVICES", ())
             by_mask = target.score(trunk, tree).node_hidden[tree.valid]
         assert not masks
         torch.testing.assert_close(by_blocks, by_mask, atol=1e-5, rtol=0)
+
+
+def written_out(tree, view) -> torch.Tensor:
+    """A tree's block mask as a dense one."""
+    B, _, N, slots = view.mask.shape
+    mask = gpu.tree_block_mask(tree.roots, view.last_descendants, tree.num_trunk_slots)
+    return flex_attention.create_mask(mask.mask_mod, B, 1, N, slots, device="cpu")
 
 
 def test_a_block_mask_is_the_dense_mask_of_its_tree():
     for seed in range(6):
         tree = build_tree(*random_case(seed, 4), merge=bool(seed % 2))
         view = tree.view()
-        B, _, N, slots = view.mask.shape
-        sees = model.tree_block_mask(tree, view).mask_mod
-        dense = flex_attention.create_mask(sees, B, 1, N, slots, device="cpu")
-        assert torch.equal(dense[tree.valid[:, None]], view.mask[tree.valid[:, None]])
+        is_node = tree.valid[:, None]
+        assert torch.equal(written_out(tree, view)[is_node], view.mask[is_node])
         view.last_descendants[0, 0] += 1  # one node more below the first, and they differ
-        dense = flex_attention.create_mask(
-            model.tree_block_mask(tree, view).mask_mod, B, 1, N, slots, "cpu"
-        )
-        assert not torch.equal(dense, view.mask)
+        assert not torch.equal(written_out(tree, view)[is_node], view.mask[is_node])
 
 
 def test_flexattention_that_fails_or_errs_is_left_alone(flex_here, capsys):
     heads = (torch.device("cpu"), torch.float32, 4, 2, 16)
-    assert model.flex_agrees(*heads)
+    assert gpu.flex_agrees(*heads)
     assert "by FlexAttention" in capsys.readouterr().out
-    honest = model.attention_in_blocks
+    honest = gpu.attention_in_blocks
     for broken in (lambda q, kv, mask: honest(q, kv, mask) * 1.1, lambda *_: 1 / 0):
-        model.flex_agrees.cache_clear()
-        flex_here.setattr(model, "attention_in_blocks", broken)
-        assert not model.flex_agrees(*heads)
-        assert "by dense masks" in capsys.readouterr().out
+        gpu.flex_agrees.cache_clear()
+        flex_here.setattr(gpu, "attention_in_blocks", broken)
+        assert not gpu.flex_agrees(*heads)
+        assert "by torch operations" in capsys.readouterr().out
         target, case = small_target(), random_case(0, 2)
         target.score(target.prefill(*case[:2]), build_tree(*case))  # and scoring goes on
 

@@ -8,7 +8,8 @@ import train
 from small_runs import CONFIG
 from support.flags import option_name
 from support.measure import Measure
-from train import TrainConfig, quick_source, tell_first_loss
+from support.report import quick_source, tell_first_loss
+from train import TrainConfig
 
 
 @pytest.mark.parametrize("count, words", [(96, "first 24 of"), (20, "first 8 of"), (5, "first 5")])

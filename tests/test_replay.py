@@ -4,8 +4,8 @@ position from any checkpoint; a tree's nodes = each path alone. `pytest tests/te
 import pytest
 import torch
 
-import replay
 from replay import (
+    CHUNK,
     advance_state,
     chunk_by_chunk,
     delta_rule,
@@ -14,6 +14,7 @@ from replay import (
     recurrent,
     replay_states,
 )
+from support import gpu
 from tree import build_tree
 
 H_K, H, D_K, D_V = 2, 4, 6, 5
@@ -114,7 +115,7 @@ def paths(tree, trunk, nodes):
     ancestors = tree.ancestors(6)
     for b, n in torch.nonzero(tree.valid).tolist():
         path = [index - T for index in ancestors[b, n].flip(0).tolist() if index >= T]
-        end = int(tree.trunk_ends[b, n]) + 1
+        end = int(tree.roots[b, n]) + 1
         pairs = zip(trunk, nodes)
         yield b, n, end, path, [torch.cat([x[b, :end], y[b, path]])[None] for x, y in pairs]
 
@@ -140,7 +141,8 @@ def test_nodes_of_a_tree_equal_each_path_alone(merge, seed):
 def test_one_leaking_mask_element_is_noticed():
     tree, trunk, nodes, past = tree_on_a_trunk(0, merge=False)
     view = tree.view()
-    first, second = view.groups[0, 1, [0, -1]].tolist()  # of two branches at one anchor
+    group = view.groups[0, 1]  # the nodes of two branches at one anchor
+    first, second = group[group >= 0][[0, -1]].tolist()
     honest = view.descends
     in_first_row = torch.tensor([True, False])[:, None, None, None]
 
@@ -168,17 +170,18 @@ def kernels(monkeypatch):
     def use(rule):
         lengths = []
 
-        def kernel_delta_rule(q, k, v, g, beta, state, checkpoint_tokens):
+        def kernel_delta_rule(q, k, v, g, beta, state, checkpoint_tokens, chunk):
+            assert chunk == CHUNK
             lengths.append(v.shape[1])
             return rule(q, k, v, g, beta, state, checkpoint_tokens)
 
-        replay.kernels_agree.cache_clear()
-        monkeypatch.setattr(replay, "kernel_delta_rule", kernel_delta_rule)
+        gpu.rule_agrees.cache_clear()
+        monkeypatch.setattr(gpu, "kernel_delta_rule", kernel_delta_rule)
         return lengths
 
-    monkeypatch.setattr(replay, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu, "KERNEL_DEVICES", ("cpu",))
     yield use
-    replay.kernels_agree.cache_clear()
+    gpu.rule_agrees.cache_clear()
 
 
 def right(q, k, v, g, beta, state, checkpoint_tokens):
@@ -246,7 +249,7 @@ def test_kernels_that_do_not_agree_are_left_alone(kernels, capsys, rule, reason)
 
 
 def test_kernels_are_not_tried_on_a_cpu(monkeypatch, capsys):
-    monkeypatch.setattr(replay, "kernel_delta_rule", None)
-    monkeypatch.setattr(replay, "kernels_agree", None)
+    monkeypatch.setattr(gpu, "kernel_delta_rule", None)
+    monkeypatch.setattr(gpu, "rule_agrees", None)
     delta_rule(*random_inputs(1, 70), zero_state(1), (63,))
     assert capsys.readouterr().out == ""

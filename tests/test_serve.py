@@ -224,9 +224,6 @@ FOUR_TOKEN_DRAFTERS = {
     "dflash2": SECOND | dict(block_size=3, selector_top_k=2),
 }
 PROMPT = [1, 0, 2]
-DRAWN_OR_ARGMAX = pytest.mark.parametrize(
-    "draft_sampling", [None, GREEDY], ids=["drawn drafts", "argmax drafts"]
-)
 
 
 @pytest.fixture(scope="module", params=FOUR_TOKEN_DRAFTERS)
@@ -238,17 +235,13 @@ SAMPLINGS = [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.0,
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@DRAWN_OR_ARGMAX
-def test_sampled_text_has_exactly_the_targets_distribution(
-    monkeypatch, four_token_pair, sampling, draft_sampling
-):
+def test_sampled_text_has_exactly_the_targets_distribution(monkeypatch, four_token_pair, sampling):
     target, drafter = four_token_pair
     expected = plain_distribution(target, PROMPT, sampling, 3)
     assert abs(sum(expected.values()) - 1) < 1e-6
 
     def decode(rows):
-        how = dict(batch_size=rows, draft_sampling=draft_sampling)
-        return generate(target, drafter, [PROMPT] * rows, 3, sampling, **how)
+        return generate(target, drafter, [PROMPT] * rows, 3, sampling, batch_size=rows)
 
     texts, accepted = Outcomes(monkeypatch).distribution(decode)
     assert abs(sum(texts.values()) - 1) < 1e-6
@@ -289,15 +282,13 @@ def test_dividing_an_argmax_draft_by_a_soft_q_is_noticed(monkeypatch, four_token
 
 
 @pytest.mark.slow
-@DRAWN_OR_ARGMAX
-def test_sampled_frequencies_match_with_the_real_generator(four_token_pair, draft_sampling):
+def test_sampled_frequencies_match_with_the_real_generator(four_token_pair):
     """Enumeration replaces the uniforms; this does not. Pearson's chi-square, texts expected fewer
     than five times pooled: above df + 6 sqrt(2 df) by chance less than once in 10,000."""
     target, drafter = four_token_pair
     n = 20_000
     expected = plain_distribution(target, PROMPT, PLAIN, 3)
-    how = dict(seed=1, batch_size=n, draft_sampling=draft_sampling)
-    results = generate(target, drafter, [PROMPT] * n, 3, PLAIN, **how)
+    results = generate(target, drafter, [PROMPT] * n, 3, PLAIN, seed=1, batch_size=n)
     pools = {}
     for text, p in expected.items():
         pool = pools.setdefault(text if n * p >= 5 else "rare", [0, 0.0])
@@ -411,7 +402,6 @@ def test_an_empty_residual_falls_back_to_p():
         (dict(max_new_tokens=5, draft_length=W + 1), f"the drafter proposes {W} tokens"),
         (dict(max_new_tokens=5, draft_length=20), "draft_length is 20"),
         (dict(max_new_tokens=600), "maximum length"),
-        (dict(max_new_tokens=5, draft_sampling=PLAIN), "draft_sampling"),
         (dict(max_new_tokens=5, choose=likely_alone), "confidence head"),
     ],
 )
@@ -463,7 +453,7 @@ def test_the_lesson_prints_the_numbers_of_the_functions(monkeypatch, capsys):
     honest = serve._show_verification
 
     def recorded(batch, drafts, p, q, num_accepted, token):
-        text = batch.trunk.tokens[0, : batch.trunk.lengths[0] + 1].tolist()
+        text = batch.trunk.tokens[0, : batch.trunk.lengths[0] - num_accepted].tolist()
         rounds.append((batch, text, drafts.tolist(), q, num_accepted, token))
         honest(batch, drafts, p, q, num_accepted, token)
 

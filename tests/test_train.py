@@ -1,20 +1,16 @@
-"""Blocks and steps against every branch alone, parts against the whole, and runs that stop and go
-on. `pytest tests/test_train.py`"""
+"""Blocks and steps against every branch alone, parts against the whole, flags and the lesson. Runs
+that stop and go on stand in tests/support/test_run.py. `pytest tests/test_train.py`"""
 
 import dataclasses
-import json
 import math
-import os
 import re
-import signal
-from pathlib import Path
 
 import pytest
 import torch
 
 import loss as losses
 import train as training
-from drafter import GREEDY, PLAIN, Drafter, Sampling, previous_tokens
+from drafter import GREEDY, PLAIN, Sampling, previous_tokens
 from loss import step_loss
 from serve import generate
 from small import (
@@ -32,27 +28,15 @@ from small_runs import (
     STOP,
     W,
     blocks_of,
+    draw,
     gradient_gap,
     one_batch,
     small_trunks,
     step_by_hand,
     target_and_references,
-    train_in_parts,
 )
-from support.flags import Stopped
-from support.measure import Measure
 from support.prepare import start_drafter
-from support.resume import load_training_state
-from train import (
-    MODES,
-    Step,
-    draw_anchors,
-    gradient,
-    next_batch,
-    objective_of,
-    rollout_blocks,
-    until_stop,
-)
+from train import MODES, Step, gradient, next_batch, objective_of, rollout_blocks, until_stop
 
 TEXT_AND_TREE = MODES[:3]
 THREE_KINDS = ["dflash", "dspark rnn", "dflash2"]
@@ -141,15 +125,15 @@ def test_until_stop_keeps_the_first_stop_token():
 def test_anchors_depend_on_seed_step_and_sequence_alone():
     prompt, lengths = torch.tensor([4, 6, 5]), torch.tensor([20, 9, 30])
     shape = (5, 2, 5)
-    anchors, uniforms = draw_anchors(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, shape)
-    alone = draw_anchors(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], shape)
+    anchors, uniforms = draw(0, 7, torch.tensor([11, 12, 13]), prompt, lengths, shape)
+    alone = draw(0, 7, torch.tensor([12]), prompt[1:2], lengths[1:2], shape)
     assert torch.equal(anchors[1:2, :2], alone[0]) and torch.equal(uniforms[1:2, :2], alone[1])
     assert anchors[1].tolist() == [6, 7, -1, -1, -1]  # first response token to the second to last
-    other, _ = draw_anchors(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], shape)
+    other, _ = draw(0, 8, torch.tensor([11]), prompt[:1], lengths[:1], shape)
     assert not torch.equal(anchors[:1], other)
     drawn = torch.cat(
         [
-            draw_anchors(0, step, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0]
+            draw(0, step, torch.tensor([0]), prompt[:1], lengths[:1], (5, 1, 1))[0]
             for step in range(200)
         ]
     )
@@ -177,7 +161,7 @@ def test_anchors_beyond_the_text_cost_nothing_and_change_nothing(mode, num_ancho
 
 def test_a_batch_without_room_for_an_anchor_has_one_absent_column():
     prompt, lengths = torch.tensor([4, 6]), torch.tensor([5, 7])
-    anchors, uniforms = draw_anchors(0, 7, torch.tensor([1, 2]), prompt, lengths, (5, 2, 3))
+    anchors, uniforms = draw(0, 7, torch.tensor([1, 2]), prompt, lengths, (5, 2, 3))
     assert anchors.tolist() == [[-1], [-1]] and uniforms.shape == (2, 1, 2, 3)
 
 
@@ -326,278 +310,6 @@ def test_p_is_the_targets_own_in_half_precision(monkeypatch):
     dtypes.clear()
     gradient(config, Step(config, drafter), drafter, parts)
     assert torch.float32 in dtypes and (torch.float32, torch.float32) in dtypes
-
-
-# --------------------------------------------------------------------------- runs that stop, go on
-
-
-CLOCKED = ("seconds", "tokens_per_s", "memory_gib")  # of a record: no two runs have the same
-
-
-def small_measure() -> Measure:
-    return Measure([[1, 2]], 8, STOP, 0)
-
-
-def learned(log: list[dict]) -> list[dict]:
-    """What a log tells of learning."""
-    return [{k: v for k, v in record.items() if k not in CLOCKED} for record in log]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path, mode):
-    whole, log = train_in_parts(tmp_path / "whole", mode, [0])
-    parts, parts_log = train_in_parts(tmp_path / "parts", mode, [2, 0])
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, parts[name]), name
-    assert learned(log) == learned(parts_log)
-    assert [record["step"] for record in log] == [1, 2, 3, 4]
-    assert {"al_t0", "al_t1"} <= set(log[-1])
-    assert all(record["supervised"] > 0 for record in log)
-    target, _ = target_and_references()
-    saved = Drafter.from_pretrained(tmp_path / "whole", target)
-    assert torch.equal(saved.fc.weight, whole["fc.weight"].bfloat16())
-
-
-def test_the_best_drafter_is_kept_beside_the_last(tmp_path, monkeypatch):
-    als = iter([2.0, 1.0, 3.0, 2.0, 1.5, 1.5, 1.0, 1.0])  # at two temperatures, four times
-
-    class Measured:
-        def __init__(self, *_):
-            self.mean = next(als)
-
-    monkeypatch.setattr(Measure, "__call__", lambda *_: Measured())
-    target, references = target_and_references()
-    config = dataclasses.replace(CONFIG, eval_every=1)
-    drafter, saved = small_drafter(target), {}
-    honest = Drafter.save_pretrained
-
-    def recorded(self, folder, **options):
-        saved.setdefault(Path(folder).name, []).append(self.fc.weight.clone())
-        honest(self, folder, **options)
-
-    monkeypatch.setattr(Drafter, "save_pretrained", recorded)
-    trunks = small_trunks(target, references)
-    totals = training.train(config, drafter, trunks, small_measure(), tmp_path)
-    assert totals["best"] == {"step": 2, "al": 2.5} and len(saved["best"]) == 2
-    best = Drafter.from_pretrained(tmp_path / "best", target)
-    assert torch.equal(best.fc.weight, saved["best"][1].bfloat16())
-    assert not torch.equal(best.fc.weight, drafter.fc.weight.bfloat16())
-
-
-@pytest.mark.parametrize("bad_step", [1, 2])
-def test_a_step_that_is_not_finite_stops_the_run_and_the_drafter_before_it_is_kept(
-    tmp_path, monkeypatch, bad_step
-):
-    target, references = target_and_references()
-    drafter, weights = small_drafter(target), []
-    honest = training.step_loss
-
-    def broken(*args):
-        weights.append(drafter.fc.weight.clone())
-        value, figures = honest(*args)
-        return value * (math.nan if len(weights) == bad_step else 1), figures
-
-    monkeypatch.setattr(training, "step_loss", broken)
-    with pytest.raises(ValueError, match=f"step {bad_step} is not finite"):
-        training.train(CONFIG, drafter, small_trunks(target, references), small_measure(), tmp_path)
-    assert torch.equal(drafter.fc.weight, weights[-1])  # the bad step changed nothing
-    sound = Drafter.from_pretrained(tmp_path / "sound", target)  # to go on from, elsewhere
-    assert torch.equal(sound.fc.weight, weights[-1].bfloat16())
-
-
-def test_a_log_ahead_of_its_training_state_is_cut_back(tmp_path):
-    train_in_parts(tmp_path, "ce", [2])
-    with open(tmp_path / "log.jsonl", "a") as log:
-        log.write('{"step": 3, "loss": 9.9}\n{"step": 4, "lo')
-    _, log = train_in_parts(tmp_path, "ce", [0])
-    assert [r["step"] for r in log] == [1, 2, 3, 4] and all(r["loss"] != 9.9 for r in log)
-
-
-def test_an_interruption_behind_the_last_training_state_is_made_good(tmp_path, monkeypatch):
-    honest = Drafter.save_pretrained
-
-    def interrupted(*_, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Drafter, "save_pretrained", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_in_parts(tmp_path, "ce", [0])
-    assert not (tmp_path / "model.safetensors").exists()
-    monkeypatch.setattr(Drafter, "save_pretrained", honest)
-    train_in_parts(tmp_path, "ce", [0])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (tmp_path / "model.safetensors").exists() and summary["al_t0"] >= 1
-
-
-def test_the_summary_of_another_command_does_not_make_a_run_done(tmp_path, capsys):
-    train_in_parts(tmp_path, "ce", [1])
-    (tmp_path / "summary.json").write_text('{"references": {"config": {}}}')
-    train_in_parts(tmp_path, "ce", [0])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (tmp_path / "model.safetensors").is_file() and summary["step"] == CONFIG.steps
-    assert summary["references"] == {"config": {}}
-    assert "was done before" not in capsys.readouterr().out
-    train_in_parts(tmp_path, "ce", [0])
-    assert "was done before: nothing was trained, measured or saved" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("changes", [dict(prompts=[[7, 8]]), dict(max_new_tokens=5), {}])
-def test_the_best_drafter_is_sought_anew_on_other_prompts(tmp_path, capsys, changes):
-    target, references = target_and_references()
-    config = dataclasses.replace(CONFIG, eval_every=1, stop_after=1)
-    trunks, measure = small_trunks(target, references), Measure([[1, 2, 3]], 8, STOP, 0)
-    training.train(config, small_drafter(target), trunks, measure, tmp_path)
-    if "prompts" in changes:  # one more than before: others would not be gone on from
-        changes = {"prompts": [*measure.prompts, *changes["prompts"]]}
-    measure = dataclasses.replace(measure, **changes)
-    run = training.start_or_resume(config, small_drafter(target), trunks, measure, tmp_path)
-    assert bool(run.totals["best"]) == (not changes)
-    assert ("sought anew" in capsys.readouterr().out) == bool(changes)
-
-
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
-    target, _ = target_and_references()
-    small_drafter(target).save_pretrained(tmp_path / "ce")
-    before = (tmp_path / "ce/model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="another --out"):
-        train_in_parts(tmp_path / "ce", "ce", [0])
-    with pytest.raises(ValueError, match="another --out"):
-        training.stage(tmp_path / "ce", {}, lambda: 1 / 0)
-    assert (tmp_path / "ce/model.safetensors").read_bytes() == before
-
-
-def test_a_run_is_not_resumed_on_another_drafter_or_target(tmp_path):
-    train_in_parts(tmp_path, "ce", [2])
-    target, references = target_and_references()
-    config = dataclasses.replace(CONFIG, mode="ce")
-    rest = small_trunks(target, references), small_measure(), tmp_path
-    other = small_drafter(target, mask_token_id=22)
-    other.config = dataclasses.replace(other.config, mask_token_id=23)
-    with pytest.raises(ValueError, match="the drafter's dflash_config"):
-        training.train(config, other, *rest)
-    with torch.no_grad():
-        target.lm_head.weight[0, 0] += 1
-    with pytest.raises(ValueError, match="the target"):
-        training.train(config, small_drafter(target), *rest)
-
-
-def test_a_damaged_or_foreign_training_state_is_an_error_that_names_it(tmp_path):
-    train_in_parts(tmp_path, "ce", [2])
-    with pytest.raises(ValueError, match="mode = 'ce'"):
-        train_in_parts(tmp_path, "e2e", [0])
-    states = list(tmp_path.glob("training_state*.pt"))
-    assert len(states) == 2
-    for path in states:
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged"):
-        train_in_parts(tmp_path, "ce", [0])
-
-
-def test_a_run_goes_on_from_the_older_training_state_where_the_newest_is_damaged(tmp_path):
-    whole, log = train_in_parts(tmp_path / "whole", "ce", [0])
-    train_in_parts(tmp_path / "parts", "ce", [3])
-    path = tmp_path / "parts/training_state.pt"
-    path.write_bytes(path.read_bytes()[:100])
-    parts, parts_log = train_in_parts(tmp_path / "parts", "ce", [0])
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    assert learned(log) == learned(parts_log)
-    assert (tmp_path / "parts/training_state.damaged").is_file()
-
-
-def test_a_run_that_is_killed_while_it_measures_goes_on_by_measuring(tmp_path, monkeypatch):
-    whole, log = train_in_parts(tmp_path / "whole", "ce", [0])
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Measure, "__call__", killed)
-        train_in_parts(tmp_path / "parts", "ce", [0])
-    state = load_training_state(tmp_path / "parts")
-    assert state["step"] == 2 and state["unmeasured"]["step"] == 2
-    assert not (tmp_path / "parts/best").exists()
-    parts, parts_log = train_in_parts(tmp_path / "parts", "ce", [0])
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    assert learned(log) == learned(parts_log) and "al_t0" in parts_log[1]
-    assert load_training_state(tmp_path / "parts")["unmeasured"] is None
-
-
-def signalled(monkeypatch, owner, name: str, number: int, call: int) -> None:
-    """Let this process get a signal while a function runs for the so-manieth time."""
-    honest, calls = getattr(owner, name), []
-
-    def wrapped(*args, **options):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
-        return honest(*args, **options)
-
-    monkeypatch.setattr(owner, name, wrapped)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
-@pytest.mark.parametrize(
-    "mode, owner, name, call, step",
-    [
-        ("ce", Measure, "__call__", 1, 2),  # at the first temperature, after step 2
-        ("ce", Measure, "__call__", 4, 4),  # at the second, after the last step
-        ("rollout", training, "next_batch", 3, 2),  # while it decodes for step 3
-        ("specopd", training, "next_batch", 1, 0),
-        ("e2e", training, "optimizer_step", 3, 3),  # which is finished
-    ],
-)
-def test_a_run_that_is_asked_to_end_drops_what_can_be_made_again(
-    tmp_path, monkeypatch, mode, owner, name, call, step, number
-):
-    with monkeypatch.context() as patch:
-        signalled(patch, owner, name, number, call)
-        with pytest.raises(Stopped, match=f"step {step} of 4 is saved in .*same command goes on"):
-            train_in_parts(tmp_path / "parts", mode, [0])
-    assert load_training_state(tmp_path / "parts")["step"] == step
-    parts, parts_log = train_in_parts(tmp_path / "parts", mode, [0])
-    whole, log = train_in_parts(tmp_path / "whole", mode, [0])
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    assert learned(log) == learned(parts_log)
-
-
-def test_a_request_to_end_decoding_ends_it_at_the_next_round(tmp_path, monkeypatch):
-    """A measurement of many rounds makes no further call of the target."""
-    target, references = target_and_references()
-    trunks, calls = small_trunks(target, references), []
-    measure = Measure([[1, 2]], 200, (), 0)
-    honest = Measure.__call__
-
-    def asked(*args):
-        calls.clear()
-        os.kill(os.getpid(), signal.SIGTERM)
-        return honest(*args)
-
-    monkeypatch.setattr(Measure, "__call__", asked)
-    target.model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(Stopped):
-        training.train(CONFIG, small_drafter(target), trunks, measure, tmp_path)
-    assert calls == []
-
-
-def test_the_log_tells_rates_speed_memory_and_what_its_al_is_of(tmp_path):
-    _, log = train_in_parts(tmp_path, "specopd", [0])
-    for record in log:
-        assert record["tokens_per_s"] == record["supervised"] / record["seconds"] > 0
-        assert 0.05 < record["memory_gib"] < 1000
-        assert ("al_source" in record) == ("al_t0" in record) == (record["step"] % 2 == 0)
-    assert log[1]["al_source"] == "held-out prompts"
-    assert log[0]["lr"] < log[1]["lr"] and log[0]["matrix_lr"] == pytest.approx(10 * log[0]["lr"])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["seconds"] == pytest.approx(sum(record["seconds"] for record in log))
-
-
-def test_measuring_keeps_to_its_share_of_the_time_but_the_last_step_is_measured(tmp_path):
-    target, references = target_and_references()
-    config = dataclasses.replace(CONFIG, mode="ce", eval_every=1, eval_share=1e-6)
-    trunks = small_trunks(target, references)
-    training.train(config, small_drafter(target), trunks, small_measure(), tmp_path)
-    log = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert [record["step"] for record in log if "al_t0" in record] == [1, 4]
 
 
 # ------------------------------------------------------------------------------- flags, the lesson

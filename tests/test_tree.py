@@ -91,6 +91,18 @@ def test_a_node_sees_its_history_and_nothing_else(seed, merge):
 
 
 @PRIVATE_AND_MERGED
+def test_anchors_may_come_in_any_order(merge):
+    tokens, lengths, anchors, branches = random_case(5, 2)
+    case = tokens, lengths, anchors.flip(1), branches.flip(1)
+    tree = build_tree(*case, merge=merge)
+    assert wrong_rows(case, tree, tree.view().mask) == 0
+    b, p, _ = (tree.groups >= 0).nonzero().T
+    nodes = tree.groups[tree.groups >= 0]
+    assert torch.equal(tree.roots[b, nodes], tree.group_roots[b, p])
+    assert sorted(zip(b.tolist(), nodes.tolist())) == [*map(tuple, tree.valid.nonzero().tolist())]
+
+
+@PRIVATE_AND_MERGED
 def test_a_decoding_round_has_a_node_for_the_anchor_and_for_every_draft(merge):
     tokens, lengths, _, branches = random_case(3, 1)
     anchors, branches = (lengths - 1)[:, None], branches[:, :1].clamp(min=0)

@@ -8,13 +8,14 @@ import statistics
 import pytest
 import torch
 
-import replay
 from drafter import Drafter
 from lab.common import timed
 from model import attention
+from replay import CHUNK, chunk_by_chunk
 from serve import Batch, Options, generate
 from small import ARCHS, DRAFTERS, small_drafter, small_target
 from small_runs import CONFIG, STOP, small_trunks, target_and_references
+from support import gpu
 from target import Target
 from train import Step, gradient, next_batch
 from tree import build_tree
@@ -97,7 +98,8 @@ def test_the_kernels_for_linear_attention_are_used_there(shape):
         pytest.skip("they want a CUDA device")
     num_key_heads, num_heads, key_dim, value_dim = shape
     device = torch.device(DEVICE)
-    assert replay.kernels_agree(device, num_key_heads, key_dim, num_heads, value_dim)
+    widths = (num_key_heads, key_dim, num_heads, value_dim)
+    assert gpu.rule_agrees(chunk_by_chunk, CHUNK, device, *widths)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

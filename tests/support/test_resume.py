@@ -280,7 +280,6 @@ CHANGED = {
         "the same weights in another dtype: float32, this run has bfloat16",
     ),
     "the stop ids": (dict(stop_ids=(7,)), "stop ids"),
-    "a held-out prompt": (dict(prompts=[[1, 2], [3, 4, 6]]), "the held-out prompts changed"),
 }
 
 
@@ -293,8 +292,8 @@ def test_a_training_does_not_go_on_from_what_has_changed(tmp_path, name):
     assert str(tmp_path / NEWEST) in str(error.value)
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, [*PROMPTS, [7, 8]]], ids=len)
-def test_a_training_goes_on_with_more_or_fewer_of_the_same_held_out_prompts(tmp_path, prompts):
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, [[9, 8], [7]]], ids=len)
+def test_a_training_goes_on_with_other_prompts_to_measure_on(tmp_path, prompts):
     train_run(tmp_path)
     train_run(tmp_path, prompts=prompts)
     assert load_training_state(tmp_path)["step"] == 2
