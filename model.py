@@ -196,8 +196,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 def attention(q: Tensor, kv: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention of queries q (B,N,H,D) to kv (B,T,2,H_kv,D) -> (B,N,H,D). Each key head serves
-    H / H_kv query heads. mask (B,1,N,T), True = visible, or a BlockMask (see `tree_view`); None =
-    causal: query i sees the first T - N + i + 1 slots."""
+    H / H_kv query heads. mask (B,1,N,T), True = visible, or its other forms (see `tree_view`);
+    None = causal: query i sees the first T - N + i + 1 slots."""
     B, N, H, D = q.shape
     T, H_kv = kv.shape[1], kv.shape[3]
     if isinstance(mask, BlockMask):
@@ -355,14 +355,21 @@ def ngram_hashes(config: ModelConfig, number: int) -> tuple[list[int], list[int]
 
 
 def tree_view(tree: ProposalTree, config: ModelConfig, dtype: torch.dtype) -> View:
-    """A tree as the layers of a target see it. On a GPU the mask of a large one is a BlockMask, but
-    not for sparse attention, which makes dense masks of its own."""
-    B, N = tree.tokens.shape
+    """A tree as the layers of a target see it. On a GPU the mask of a large one is a BlockMask; on
+    a CPU it is made of numbers to add, once, as else in every layer. Sparse attention makes masks
+    of its own."""
+    N = tree.tokens.shape[1]
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    if config.has_streams or not gpu.flex_serves(N, tree.tokens.device, dtype, *heads):
+    if config.has_streams:
         return tree.view()
-    view = tree.view(mask=False)
-    view.mask = gpu.tree_block_mask(tree.roots, view.last_descendants, tree.num_trunk_slots)
+    if gpu.flex_serves(N, tree.tokens.device, dtype, *heads):
+        view = tree.view(mask=False)
+        view.mask = gpu.tree_block_mask(tree.roots, view.last_descendants, tree.num_trunk_slots)
+        return view
+    view = tree.view()
+    if view.mask.is_cpu:
+        hidden = torch.full((), -torch.inf, dtype=dtype)
+        view.mask = torch.where(view.mask, torch.zeros((), dtype=dtype), hidden)
     return view
 
 

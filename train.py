@@ -132,6 +132,10 @@ class TrainConfig:
     num_branches: int = flag(2, "K, branches per anchor (specopd)", RECIPE, low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
     num_greedy: int = flag(1, "how many of the K branches are the argmax", RECIPE, low=0)
+    # NOTE(paper): ours; it lies on the trunk, whose hidden states are there, and costs no node
+    text_branch: bool = flag(
+        True, "the reference's own text after an anchor is one more branch (specopd)", RECIPE
+    )
     branch_temperature: float = flag(
         1.0, "of branches, rollouts, p and q (0: greedy, with p and q at 1)", RECIPE, low=0
     )
@@ -184,10 +188,11 @@ class TrainConfig:
             counts = f"--num-greedy {self.num_greedy} of --num-branches {self.num_branches}"
             raise ValueError(f"{counts} leaves no branch to draw: fewer greedy, or more branches")
         draws_from_q = self.mode == "specopd" and self.branch_temperature > 0
-        if self.loss == "e2e_al" and (self.num_greedy or not draws_from_q):
+        not_drawn = self.num_greedy or self.text_branch or not draws_from_q
+        if self.loss == "e2e_al" and not_drawn:
             raise ValueError(
-                "--loss e2e_al needs branches drawn from q itself: --mode specopd, "
-                "--num-greedy 0 and a --branch-temperature above 0"
+                "--loss e2e_al needs branches drawn from q itself: --mode specopd, --num-greedy 0, "
+                "--no-text-branch and a --branch-temperature above 0"
             )
 
     NEEDS = (  # flags, what they mean nothing without, whether a config has it
@@ -205,7 +210,11 @@ class TrainConfig:
         ("warm_steps", "--mode story", lambda c: c.mode == "story"),
         ("stop_after", "another --mode than story", lambda c: c.mode != "story"),
         ("num_anchors", "another --mode than rollout", lambda c: c.mode != "rollout"),
-        ("num_branches num_greedy merge", "--mode specopd or story", lambda c: c.makes_trees),
+        (
+            "num_branches num_greedy text_branch merge",
+            "--mode specopd or story",
+            lambda c: c.makes_trees,
+        ),
         ("num_greedy", "--branch-temperature above 0", lambda c: c.branch_temperature > 0),
         ("loss", "another --mode than ce", lambda c: c.mode != "ce"),
         (
@@ -338,10 +347,11 @@ def until_stop(tokens: Tensor, stop_ids) -> Tensor:
     return stops.cumsum(-1) - stops == 0
 
 
-def text_blocks(
-    objective: Objective, drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_ids
-) -> Blocks:
-    """Offline: the text itself after its anchors (B,A), as if it were a branch."""
+def text_branches(
+    drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_ids
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The text itself after its anchors (B,A), as if it were a branch: tokens and valid positions
+    (B,A,1,W), and the target's hidden states (B,A,1,W,C), which are the trunk's own."""
     B, A = anchors.shape
     W = drafter.config.num_draft_tokens
     ahead = anchors.clamp(min=0)[..., None] + torch.arange(1, W + 1, device=anchors.device)
@@ -349,11 +359,20 @@ def text_blocks(
     ahead = ahead.clamp(max=trunk.tokens.shape[1] - 1).flatten(1)
     text = trunk.tokens.gather(1, ahead).view(B, A, 1, W)
     valid = inside[:, :, None] & until_stop(text, stop_ids)
+    # p_k comes from position a + k - 1
+    p_hidden = gather_slots(trunk.hidden, ahead - 1).view(B, A, 1, W, -1)
+    return text, valid, p_hidden
+
+
+def text_blocks(
+    objective: Objective, drafter: Drafter, trunk: Trunk, anchors: Tensor, stop_ids
+) -> Blocks:
+    """Offline: one branch at every anchor (B,A), the text."""
+    text, valid, p_hidden = text_branches(drafter, trunk, anchors, stop_ids)
     if "ce" in objective.terms:
         valid = valid & drafter.proposable(text)  # the target may write ids with q = 0
-    p_hidden = None
-    if objective.needs_p:  # p_k comes from position a + k - 1
-        p_hidden = gather_slots(trunk.hidden, ahead - 1).view(B, A, 1, W, -1)
+    if not objective.needs_p:
+        p_hidden = None
     counts = {"nodes": 0, "unmerged": 0}
     return Blocks(trunk.for_drafter(), anchors, text, valid, p_hidden, counts=counts)
 
@@ -367,7 +386,8 @@ def tree_blocks(
     uniforms: Tensor,
     stop_ids,
 ) -> Blocks:
-    """SpecOPD: branches proposed at all anchors (B,A) at once, scored as one tree."""
+    """SpecOPD: branches proposed at all anchors (B,A) at once, scored as one tree. With
+    --text-branch the text is one more branch, the last one; it needs no node."""
     W = drafter.config.num_draft_tokens
     with objective.autocast(anchors.device):
         proposal = drafter.propose(
@@ -378,14 +398,18 @@ def tree_blocks(
             uniforms=uniforms,
             num_greedy=config.num_greedy,
         )
-    valid = until_stop(proposal.tokens, stop_ids) & (anchors >= 0)[..., None, None]
-    branches = torch.where(valid, proposal.tokens, -1)  # (B, A, K, W)
+    tokens = proposal.tokens  # (B, A, K, W)
+    valid = until_stop(tokens, stop_ids) & (anchors >= 0)[..., None, None]
+    branches = torch.where(valid, tokens, -1)
     tree = build_tree(trunk.tokens, trunk.lengths, anchors, branches, config.merge)
     p_hidden = drafter.target.score(trunk, tree, keep=False).hidden[..., :W, :]  # (B, A, K, W, C)
     unmerged = (valid.sum(-1) - 1).clamp(min=0).sum()
     counts = {"nodes": tree.valid.sum(), "unmerged": unmerged}
     hidden = proposal.hidden if proposal.hidden.requires_grad else None
-    tokens = proposal.tokens
+    if config.text_branch:
+        text = text_branches(drafter, trunk, anchors, stop_ids)
+        both = zip((tokens, valid, p_hidden), text)
+        tokens, valid, p_hidden = (torch.cat(pair, 2) for pair in both)
     return Blocks(trunk.for_drafter(), anchors, tokens, valid, p_hidden, hidden, counts)
 
 
@@ -635,12 +659,15 @@ def lesson() -> None:
     (blocks,) = next_batch(config, drafter, trunks, 0, (), objective)
     for anchor, branches in zip(blocks.anchors[0].tolist(), blocks.tokens[0].tolist()):
         before = blocks.trunk.tokens[0, : anchor + 1].tolist()
-        print(f"  anchor {anchor}, after {before}: greedy {branches[0]}, drawn {branches[1]}")
+        text = blocks.trunk.tokens[0, anchor + 1 : anchor + 4].tolist()
+        drafts = f"greedy {branches[0]}, drawn {branches[1]}"
+        print(f"  anchor {anchor}, after {before}: {drafts}, the text {text}")
     nodes = f"{int(blocks.counts['nodes'])} nodes ({int(blocks.counts['unmerged'])} unmerged)"
-    print(f"6 branches of W = 3 tokens: {nodes}, scored in one pass\n")
+    print(f"6 proposed branches of W = 3 tokens: {nodes}, scored in one pass")
+    print("3 branches of text: no node, their p is the trunk's\n")
     show_branch(drafter, blocks, a=1, k=1)
     value, figures = step_loss(drafter, blocks, objective)
-    print(f"\nE2E-TV of all 6 branches: {value.item():.4f}")
+    print(f"\nE2E-TV of all 9 branches: {value.item():.4f}")
     value.backward()
     optimizers = make_optimizers(drafter, config.matrix_lr, config.lr)
     optimizer_step(optimizers)

@@ -40,7 +40,7 @@ class View:
     positions: Tensor  # (B, N) int64, depth of each token in its own sequence
     parents: Tensor  # (B, N) packed index of the token before it, -1 for none
     num_trunk_slots: int = 0  # T
-    # (B, 1, N, T+N) bool, True = visible, or a BlockMask, on a GPU;
+    # (B, 1, N, T+N) bool, True = visible, or another form of it (`tree_view` of model.py);
     # None = causal: token i sees all of the T older ones, and the first i + 1 of the N
     mask: Tensor | None = None
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from hf.files import read_json
+from lab.common import machine, version
 from support.files import write_json
 from support.flags import parse_flags, run_command
 from support.partings import check_partings
@@ -44,9 +45,8 @@ def main():
     if figures is not None:
         path = Path(config.out) / "summary.json"
         summary = read_json(path) if path.is_file() else {}  # of other commands, too
-        if name == "claims":  # and of other studies
-            figures = summary.get(name, {}) | figures
-        summary[name] = figures | {"config": dataclasses.asdict(config)}
+        made_by = {"version": version(), "machine": machine()}
+        summary[name] = figures | made_by | {"config": dataclasses.asdict(config)}
         write_json(path, summary)
         check_partings(figures.get("partings", []))
 

@@ -1,16 +1,21 @@
-"""The paper's comparisons at our scale: a grid of studies that can be stopped any time.
+"""The paper's comparisons at our scale: studies over several seeds, which can be stopped any time.
 
-A study is a starting drafter, trained offline, and the arms that go on from it. All arms start from
-the same weights, see the same references in the same order and are measured on the same held-out
-prompts; they differ only by the flags in STUDIES. --out keeps the counts of every prompt.
+For every seed a toy target is trained, writes references, and a drafter is trained offline: the
+start. The arms of a study go on from it. They see the same references in the same order and are
+measured on the same held-out prompts; they differ only by the flags in STUDIES. An arm named
+"..., same time" makes as many steps as fit into SpecOPD's seconds.
+
+--out keeps everything. A record of each study, with the version of the code, the machine and the
+counts of every prompt, goes to --records; `python -m lab report` reads nothing else.
 
     python -m lab claims                               everything: hours on a CPU
-    python -m lab claims --studies gqa-24 gqa-512      a part; --list-only names all
-    python -m lab claims --target FOLDER --drafter FOLDER ...     four ways on from a given start
+    python -m lab claims --studies gqa --seeds 20      a part; --list-only names all
+    python -m lab claims --target FOLDER --drafter FOLDER ...     ways on from a given start
     pytest tests/lab/test_claims.py
 """
 
 import dataclasses
+import json
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +24,7 @@ import torch
 
 from drafter import Drafter
 from hf.files import read_json
+from lab.common import machine, version
 from support.files import locked, write_json
 from support.fingerprint import weights_fingerprint
 from support.flags import flag
@@ -29,16 +35,21 @@ from support.resume import stage
 from train import TrainConfig, train_or_load
 
 GROUP = "the studies"
+# Recipes were chosen on the first; what is shown is of the others, which nobody had seen before.
+SEARCH_SEEDS = (10, 11)
+PROOF_SEEDS = (20, 21, 22)
+SAME_TIME = ", same time"
+WINDOW = 25  # steps that a record's losses are averaged over
 
 
 @dataclass(frozen=True)
 class Config(TrainConfig):
     out: str = flag("runs/claims", "folder of all studies", group=GROUP)
-    warm_steps: int = flag(2000, "offline CE steps of a start, until its AL is flat", GROUP, low=1)
+    records: str = flag("docs/records", "folder of the records", group=GROUP)
     eval_every: int = flag(50, "steps between two measurements of AL (starts: 250)", GROUP, low=1)
     studies: tuple = flag((), "which ones; empty: all, or `given` with --drafter", GROUP)
     arms: tuple = flag((), "only these arms; empty: all", GROUP)
-    seeds: tuple = flag((), "only these seeds; empty: all", GROUP, kind=int)
+    seeds: tuple = flag((), "other seeds than the studies'", GROUP, kind=int, low=0)
     list_only: bool = flag(False, "list the studies, their arms and what is finished", GROUP)
 
     def __post_init__(self):
@@ -49,83 +60,95 @@ class Config(TrainConfig):
 
 @dataclass(frozen=True)
 class Study:
-    """Arms that go on from one start, for each seed. Values are changes of the run's config. If
-    `same_time_as` names (study, arm), each arm gets as many steps as fit into that arm's time."""
+    """Arms that go on from one start, for each seed. Values are changes of the run's config."""
 
     arms: dict
-    changes: dict = field(default_factory=dict)  # of the start and of the arms
+    same_time: tuple = ()  # arms that are trained once more, for as long as the arm specopd
+    changes: dict = field(default_factory=dict)  # of target, start and arms
     arm_changes: dict = field(default_factory=dict)  # of the arms alone
-    seeds: tuple = (0,)  # empty: the run's own
-    same_time_as: tuple = ()
+    seeds: tuple = PROOF_SEEDS  # empty: the run's own
+
+    def all_arms(self) -> dict:
+        return self.arms | {name + SAME_TIME: self.arms[name] for name in self.same_time}
 
 
 def modes(names: str) -> dict:
     return {name: {"mode": name} for name in names.split()}
 
 
+OFFLINE = modes("ce e2e")
 MODES = modes("ce e2e rollout specopd")
-NOT_SPECOPD = modes("ce e2e rollout")
 SPECOPD = {"mode": "specopd"}
-DRAWN = SPECOPD | {"num_greedy": 0}
-GREEDY = SPECOPD | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0}
-E2E_AL = DRAWN | {"loss": "e2e_al"}
-DENSE = {"64 anchors drawn": DRAWN | {"num_anchors": 64, "num_branches": 1}}
-FEW = {"num_references": 24}
-SEEDS = (0, 1, 2)
+ONE_SEED = PROOF_SEEDS[:1]
+TWO_SEEDS = PROOF_SEEDS[:2]
 AT_THE_END = {"eval_every": 10**9}  # AL is measured once
-# ways to draw branches, compared at each temperature of serving
-DRAWINGS = {"drawn": DRAWN, "greedy": GREEDY, "e2e_al": E2E_AL}
+FEW = {"num_references": 24}
+LONG = FEW | {"steps": 2500, "eval_every": 125}
 # one change of the default recipe at a time
 ABLATIONS = {
     "default": SPECOPD,
-    "4 anchors": SPECOPD | {"num_anchors": 4},
-    "64 anchors": SPECOPD | {"num_anchors": 64},
-    "1 branch drawn": DRAWN | {"num_branches": 1},
-    "2 branches drawn": DRAWN,
-    "4 branches 2 greedy": SPECOPD | {"num_branches": 4, "num_greedy": 2},
-    "1 branch greedy": GREEDY,
-    "temperature 0.7": SPECOPD | {"branch_temperature": 0.7},
-    "no merging": SPECOPD | {"merge": False},
-    "exact E[AL] drawn": E2E_AL,
+    "no text branch": SPECOPD | {"text_branch": False},
+    "no greedy branch": SPECOPD | {"num_branches": 1, "num_greedy": 0},
+    "drawn alone": SPECOPD | {"num_branches": 1, "num_greedy": 0, "text_branch": False},
+    "greedy alone": SPECOPD
+    | {"branch_temperature": 0.0, "num_branches": 1, "num_greedy": 0, "text_branch": False},
+    "4 branches": SPECOPD | {"num_branches": 4},
+    "16 anchors": SPECOPD | {"num_anchors": 16},
+    "E2E-TV, 16 anchors": {"mode": "e2e", "num_anchors": 16},
+    "exact E[AL]": SPECOPD
+    | {"loss": "e2e_al", "num_branches": 2, "num_greedy": 0, "text_branch": False},
     "TV per position": SPECOPD | {"loss": "tv"},
     "KL": SPECOPD | {"loss": "kl"},
-    "AdamW alone": SPECOPD | {"matrix_lr": 0.0},
-    "Muon 0.02": SPECOPD | {"matrix_lr": 0.02},
+    "no merging": SPECOPD | {"merge": False},
 }
 
 STUDIES = {
-    "gqa-24": Study(MODES, arm_changes=FEW, seeds=SEEDS),
-    "gqa-512": Study(MODES, seeds=SEEDS),
-    "temperature-24": Study(DRAWINGS, arm_changes=FEW, seeds=SEEDS),
-    "time-24": Study(NOT_SPECOPD, arm_changes=FEW, same_time_as=("gqa-24", "specopd")),
-    "time-512": Study(NOT_SPECOPD, same_time_as=("gqa-512", "specopd")),
-    # as many blocks in a step as a rollout of the same references has
-    "dense-24": Study(DENSE, arm_changes=FEW),
-    "dense-512": Study(DENSE),
-    "long-24": Study(modes("ce e2e specopd"), arm_changes=FEW | {"steps": 2500, "eval_every": 125}),
-    "gdn-dspark-64": Study(
-        MODES, {"arch": "gdn", "drafter_kind": "dspark"}, {"num_references": 64}
-    ),
-    "ablations": Study(ABLATIONS, arm_changes=AT_THE_END | {"save_every": 500}),
-    "block-4": Study(modes("e2e specopd"), {"block_size": 4}, AT_THE_END),
-    "block-16": Study(modes("e2e specopd"), {"block_size": 16, "ce_decay": 7.0}, AT_THE_END),
-    "given": Study(MODES, seeds=()),  # from --drafter
+    "gqa": Study(MODES, same_time=("ce", "e2e", "rollout")),
+    "gdn": Study(OFFLINE | modes("rollout specopd"), ("ce", "e2e", "rollout"), {"arch": "gdn"}),
+    "qsa": Study(OFFLINE | modes("rollout specopd"), ("ce", "e2e", "rollout"), {"arch": "qsa"}),
+    **{
+        f"{arch}-{kind}": Study(
+            modes("ce e2e specopd"),
+            changes={"arch": arch, "drafter_kind": kind},
+            arm_changes=AT_THE_END,
+            seeds=TWO_SEEDS,
+        )
+        for arch in ("gqa", "gdn", "qsa")
+        for kind in ("dspark", "dflash2")
+    },
+    "few": Study(MODES, arm_changes=FEW),
+    "long": Study(modes("ce e2e specopd"), arm_changes=LONG, seeds=ONE_SEED),
+    "ablations": Study(ABLATIONS, arm_changes=AT_THE_END, seeds=TWO_SEEDS),
+    "block-4": Study(modes("e2e specopd"), (), {"block_size": 4}, AT_THE_END, ONE_SEED),
+    "block-16": Study(modes("e2e specopd"), (), {"block_size": 16}, AT_THE_END, ONE_SEED),
+    "given": Study(MODES, ("ce", "e2e", "rollout"), seeds=()),  # from --drafter
 }
+
+
+# ---------------------------------------------------------------------------------- what is run
+
+
+def seeds_of(config: Config, name: str) -> tuple:
+    return config.seeds or STUDIES[name].seeds or (config.seed,)
+
+
+def setting_folder(config: Config, name: str, seed: int) -> Path:
+    """Where a seed's target and references are kept; studies of one target share them."""
+    arch = STUDIES[name].changes.get("arch", config.arch)
+    return Path(config.out) / f"{'given' if config.target else arch}-s{seed}"
 
 
 def start_folder(config: Config, name: str, seed: int) -> Path:
     """Where a study's start is kept; studies with the same start share it."""
-    if name == "given":
-        return arm_folder(config, name, seed, "start")
     changes = STUDIES[name].changes
-    arch = changes.get("arch", config.arch)
     kind = changes.get("drafter_kind") or config.drafter_kind or "dflash"
-    size = f"-block_size-{changes['block_size']}" if "block_size" in changes else ""
-    return Path(config.out) / "starts" / f"{arch}-{kind}{size}-s{seed}"
+    size = f"-{changes['block_size']}" if "block_size" in changes else ""
+    folder = "start-given" if name == "given" else f"start-{kind}{size}"
+    return setting_folder(config, name, seed) / folder
 
 
 def arm_folder(config: Config, name: str, seed: int, arm: str) -> Path:
-    return Path(config.out, name, f"s{seed}", arm.replace(" ", "-"))
+    return Path(config.out, name, f"s{seed}", arm.replace(",", "").replace(" ", "-"))
 
 
 def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
@@ -137,33 +160,33 @@ def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
         changes |= {"mode": "ce", "steps": config.warm_steps, "eval_every": every}
     else:
         drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
-        changes |= {"drafter": drafter} | study.arm_changes | study.arms[arm]
+        changes |= {"drafter": drafter} | study.arm_changes | study.all_arms()[arm]
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     return TrainConfig(**values | changes)
 
 
 def steps_of_same_time(config: Config, name: str, seed: int, arm: str) -> int:
-    """How many steps an arm makes in the time that `same_time_as`'s arm took. Both are timed by
-    their fastest finished seed, because other work on the machine only slows a run down."""
+    """How many steps of an arm take as long as all of specopd's. Both are timed by their fastest
+    finished seed, because other work on the machine only slows a run down."""
     folder = arm_folder(config, name, seed, arm)
-    for record in (folder / "stage.json", folder / "run.json"):
-        if record.is_file():  # an arm that was begun keeps its steps
-            values = read_json(record)
+    for path in (folder / "stage.json", folder / "run.json"):
+        if path.is_file():  # an arm that was begun keeps its steps
+            values = read_json(path)
             return values.get("made_with", values)["steps"]
-    study, reference = STUDIES[name].same_time_as
     seconds = {}
-    for timed in (arm, reference):
-        records = [read_json(x) for x in Path(config.out, study).glob(f"s*/{timed}/stage.json")]
+    for timed in (arm.removesuffix(SAME_TIME), "specopd"):
+        records = [read_json(x) for x in Path(config.out, name).glob(f"s*/{timed}/stage.json")]
         if not records:
-            raise ValueError(f"{name} needs the time of {timed} in {study}: run --studies {study}")
+            raise ValueError(f"{name}, {arm}: needs the time of the arms {timed} and specopd")
         seconds[timed] = min(r["result"]["seconds"] / r["made_with"]["steps"] for r in records)
-    return max(2, round(config.steps * seconds[reference] / seconds[arm]))
+    steps = STUDIES[name].arm_changes.get("steps", config.steps)
+    return max(2, round(steps * seconds["specopd"] / seconds[arm.removesuffix(SAME_TIME)]))
 
 
 class Setting:
     """What the studies of one target share: target, tokenizer, held-out prompts, references."""
 
-    def __init__(self, config: Config, out: Path):
+    def __init__(self, config: TrainConfig, out: Path):
         self.target, self.tokenizer, self.measure, self.references = prepare(config, out)
         self.trunks = {}  # one set at a time
 
@@ -179,79 +202,138 @@ class Setting:
 
     def train(self, run: TrainConfig, folder: Path) -> None:
         """Train and measure one arm, or find it finished."""
-        trunks = self.trunks_of(run)
-        totals = train_or_load(run, folder, trunks, self.tokenizer, self.measure)
-        best_step = totals.get("best", {}).get("step", run.steps)
-        best = folder if best_step == run.steps else folder / "best"
-        self.measure_once(folder, folder, best)
+        train_or_load(run, folder, self.trunks_of(run), self.tokenizer, self.measure)
+        self.measure_once(folder, folder)
 
-    def measure_once(self, folder: Path, last: Path, best: Path) -> None:
-        """Write what two drafters accept on all held-out prompts to al.json, once."""
+    def measure_once(self, folder: Path, drafter_folder: Path) -> None:
+        """Write what a drafter accepts on all held-out prompts to al.json, once."""
         m = self.measure
         prompts = zlib.crc32(repr((m.prompts, m.max_new_tokens, m.stop_ids, m.seed)).encode())
         path = folder / "al.json"
         if path.is_file():
-            if read_json(path).get("prompts", prompts) != prompts:
+            if read_json(path)["prompts"] != prompts:
                 raise ValueError(f"{path} was measured on other prompts: remove it")
             return
-        counts = {"prompts": prompts, "last": self.count(last)}
-        counts["best"] = counts["last"] if best == last else self.count(best)
+        drafter = Drafter.from_pretrained(drafter_folder, self.target, torch.float32)
+        counts = {"prompts": prompts}
+        for t in TEMPERATURES:
+            counted = m(self.target, drafter, t, progress=f"AL at {t:g}")
+            counts[f"t{t:g}"] = to_counts(counted)
         write_json(path, counts)
-
-    def count(self, folder: Path) -> dict:
-        pair = (self.target, Drafter.from_pretrained(folder, self.target, torch.float32))
-        results = {t: self.measure(*pair, t, progress=f"AL at {t:g}") for t in TEMPERATURES}
-        return {f"t{t:g}": to_counts(counted) for t, counted in results.items()}
 
 
 def chosen_arms(config: Config, name: str) -> list[str]:
-    return [arm for arm in STUDIES[name].arms if not config.arms or arm in config.arms]
+    """In the order in which they are run: those of the same time need the others' seconds."""
+    return [arm for arm in STUDIES[name].all_arms() if not config.arms or arm in config.arms]
 
 
-def run_study(config: Config, settings: dict, name: str) -> None:
+def run_study(config: Config, settings: dict, name: str, seed: int) -> None:
+    """Run what is missing of a study's arms for one seed."""
     study = STUDIES[name]
-    arch = study.changes.get("arch", config.arch)
-    if arch not in settings:
+    folder = setting_folder(config, name, seed)
+    if folder not in settings:
         settings.clear()  # one target at a time
-        folder = Path(config.out) / "targets" / arch
-        settings[arch] = Setting(replace(config, arch=arch), folder)
-    setting = settings[arch]
-    for seed in study.seeds or (config.seed,):
-        if config.seeds and seed not in config.seeds:
-            continue
-        start = start_folder(config, name, seed)
-        if name == "given":
-            drafter = Path(config.drafter)
-            weights = weights_fingerprint(Drafter.from_pretrained(drafter, setting.target))
-            stage(start, {"drafter": str(drafter.resolve()), "its weights": weights}, lambda: {})
-            setting.measure_once(start, drafter, drafter)
-        else:
-            setting.train(arm_config(config, name, seed, "start"), start)
-        for arm in chosen_arms(config, name):
-            print(f"-- {name}, seed {seed}: {arm}")
-            run = arm_config(config, name, seed, arm)
-            if study.same_time_as:
-                run = replace(run, steps=steps_of_same_time(config, name, seed, arm))
-            setting.train(run, arm_folder(config, name, seed, arm))
+        changes = {key: value for key, value in study.changes.items() if key == "arch"}
+        settings[folder] = Setting(replace(config, seed=seed, **changes), folder)
+    setting = settings[folder]
+    start = start_folder(config, name, seed)
+    if name == "given":
+        drafter = Path(config.drafter)
+        weights = weights_fingerprint(Drafter.from_pretrained(drafter, setting.target))
+        stage(start, {"drafter": str(drafter.resolve()), "its weights": weights}, lambda: {})
+        setting.measure_once(start, drafter)
+    else:
+        setting.train(arm_config(config, name, seed, "start"), start)
+    for arm in chosen_arms(config, name):
+        print(f"-- {name}, seed {seed}: {arm}")
+        run = arm_config(config, name, seed, arm)
+        if arm.endswith(SAME_TIME):
+            run = replace(run, steps=steps_of_same_time(config, name, seed, arm))
+        setting.train(run, arm_folder(config, name, seed, arm))
+
+
+# ------------------------------------------------------------------------------------- records
 
 
 def to_counts(results: Acceptance) -> dict:
-    """A measurement without its texts, for JSON."""
-    tensors = {name: x.tolist() for name, x in vars(results).items() if torch.is_tensor(x)}
-    return tensors | {"seconds": results.seconds}
+    """A measurement for JSON: what each prompt committed and in how many rounds, and sums."""
+    names = ("committed", "rounds", "fresh")
+    counts = {name: getattr(results, name).tolist() for name in names}
+    counts["survived"] = results.survived.sum(0).tolist()
+    return counts | {"repeated": results.repeated.mean().item(), "seconds": results.seconds}
 
 
 def from_counts(counts: dict) -> Acceptance:
-    tensors = {name: torch.tensor(x) for name, x in counts.items() if name != "seconds"}
-    return Acceptance(**tensors, seconds=counts["seconds"])
+    """The measurement again; survivals and repetition are of all prompts together."""
+    tensors = {n: torch.tensor(counts[n]) for n in ("committed", "rounds", "fresh")}
+    sums = {"survived": torch.tensor([counts["survived"]])}
+    sums["repeated"] = torch.tensor([counts["repeated"]])
+    return Acceptance(**tensors, **sums, nodes=tensors["rounds"], seconds=counts["seconds"])
+
+
+def curve(folder: Path) -> dict[str, list]:
+    """Of a run's log: its losses, averaged over windows, and AL, by step and by seconds."""
+    path = folder / "log.jsonl"
+    log = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    seconds = torch.tensor([record["seconds"] for record in log]).cumsum(0).tolist()
+    losses, als = [], []
+    for start in range(0, len(log), WINDOW):
+        part = log[start : start + WINDOW]
+        losses.append([part[-1]["step"], sum(record["loss"] for record in part) / len(part)])
+    for record, passed in zip(log, seconds):
+        if "al_t0" in record:
+            als.append([record["step"], passed, record["al_t0"], record["al_t1"]])
+    return {"loss": losses, "al": als}
+
+
+def finished_seeds(config: Config, name: str, arm: str) -> list[int]:
+    paths = (arm_folder(config, name, seed, arm) for seed in seeds_of(config, name))
+    return [s for s, path in zip(seeds_of(config, name), paths) if (path / "al.json").is_file()]
+
+
+def seed_record(folder: Path) -> dict:
+    """What is known of one arm and seed."""
+    counts = read_json(folder / "al.json")
+    stage_path = folder / "stage.json"
+    result = read_json(stage_path)["result"] if stage_path.is_file() else {}
+    sizes = {name: result[name] for name in ("step", "seconds", "supervised") if name in result}
+    return sizes | {"prompts": counts.pop("prompts"), "al": counts, "curve": curve(folder)}
+
+
+def record_of(config: Config, name: str) -> dict:
+    """The record of a study: of its finished arms and their start."""
+    arms = {"start": {}}
+    for arm in STUDIES[name].all_arms():
+        for seed in finished_seeds(config, name, arm):
+            arms.setdefault(arm, {})[seed] = seed_record(arm_folder(config, name, seed, arm))
+            start = seed_record(start_folder(config, name, seed))
+            arms["start"][seed] = start
+            if start["prompts"] != arms[arm][seed]["prompts"]:
+                raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
+    made_by = {"version": version(), "machine": machine()}
+    flags = dataclasses.asdict(arm_config(config, name, seeds_of(config, name)[0], "start"))
+    return {"study": name} | made_by | {"config": flags, "arms": arms}
 
 
 class Arm(TaskMean):
     """An arm's measurements of one drafter at one temperature: its tasks are {seed: Acceptance}."""
 
+    @classmethod
+    def of(cls, by_seed: dict, temperature: float) -> "Arm":
+        """From a record's {seed: ...}."""
+        key = f"t{temperature:g}"
+        return cls({int(seed): from_counts(row["al"][key]) for seed, row in by_seed.items()})
+
+    @property
+    def fresh_mean(self) -> float | None:
+        """The AL where texts do not repeat themselves."""
+        means = [results.fresh_mean for results in self.tasks.values()]
+        return None if None in means else sum(means) / len(means)
+
     @property
     def survival(self) -> list[float]:
-        return torch.tensor([results.survival for results in self.tasks.values()]).mean(0).tolist()
+        shares = [r.survived.sum(0) / r.rounds.sum() for r in self.tasks.values()]
+        return torch.stack(shares).mean(0).tolist()
 
     def resampled(self) -> torch.Tensor:
         """ALs (n,) of many draws of prompts and seeds. Arms with equally many seeds share draws."""
@@ -267,59 +349,35 @@ class Arm(TaskMean):
         return gain(*pair) | {"seeds": len(seeds)}
 
 
-def finished_arms(config: Config, name: str) -> dict:
-    """{arm: {seed: folder}} of a study, for what is trained and measured."""
-    finished = {}
-    for arm in STUDIES[name].arms:
-        paths = Path(config.out, name).glob(f"s*/{arm.replace(' ', '-')}/al.json")
-        finished[arm] = {int(path.parts[-3][1:]): path.parent for path in paths}
-    return {arm: dict(sorted(folders.items())) for arm, folders in finished.items() if folders}
+def table(record: dict) -> list[str]:
+    """A study's table in Markdown: AL, and the gains over the start and over E2E-TV."""
+    arms = record["arms"]
+    cells = "AL | over start | over E2E-TV | not repeated"
+    lines = [f"| {record['study']} | seeds | steps | seconds | T = 0: {cells} | T = 1: {cells} |"]
+    lines.append("|---" * 12 + "|")
+    for name, by_seed in arms.items():
+        rows = list(by_seed.values())
+        sizes = [f"{sum(r.get(k, 0) for r in rows) / len(rows):.0f}" for k in ("step", "seconds")]
+        row = [name, str(len(rows)), *sizes]
+        for t in TEMPERATURES:
+            arm = Arm.of(by_seed, t)
+            over = [format_over(arm, arms, other, t, name) for other in ("start", "e2e")]
+            fresh = arm.fresh_mean
+            row += [f"{arm.mean:.3f}", *over, "" if fresh is None else f"{fresh:.3f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
 
 
-def read_study(config: Config, name: str) -> dict:
-    """{arm: {"last" or "best": {temperature: Arm}}} of the finished arms and of their start."""
-    arms = finished_arms(config, name)
-    starts = {}
-    for seed, folder in (pair for folders in arms.values() for pair in folders.items()):
-        drafter = Path(read_json(folder / "stage.json")["made_with"]["drafter"])
-        shared = Path(config.out) / "starts" / drafter.name
-        starts[seed] = folder.parent / "start" if name == "given" else shared
-    study, prompts = {}, set()
-    for arm, folders in ({"start": starts} | arms if arms else {}).items():
-        counts = {seed: read_json(path / "al.json") for seed, path in sorted(folders.items())}
-        prompts |= {c["prompts"] for c in counts.values() if "prompts" in c}
-        study[arm] = {"last": {}, "best": {}}
-        for moment, by_temperature in study[arm].items():
-            key = "last" if arm == "start" else moment  # all arms go on from the last
-            for t in (f"t{t:g}" for t in TEMPERATURES):
-                by_temperature[t] = Arm({s: from_counts(c[key][t]) for s, c in counts.items()})
-    if len(prompts) > 1:
-        raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
-    return study
+def format_over(arm: Arm, arms: dict, other: str, temperature: float, name: str) -> str:
+    """The gain over another arm of the record, in words; nothing over itself or of no seed."""
+    if name == other or other not in arms or name == "start":
+        return ""
+    base = Arm.of(arms[other], temperature)
+    shares_seeds = arm.tasks.keys() & base.tasks.keys()
+    return format_gain(arm.gain_over(base)) if shares_seeds else ""
 
 
-def table(name: str, study: dict) -> tuple[list[str], dict]:
-    """A table in Markdown, and its figures: AL of the last drafters and of the best ones."""
-    titles = "seeds | T = 0 | over start [AL] | T = 1 | over start [AL] | best: T = 0 | T = 1 |"
-    lines = [f"| {name} | {titles}", "|---" * 8 + "|"]
-    figures = {}
-    for arm, moments in study.items():
-        figures[arm] = {}
-        cells = [arm, str(len(moments["last"]["t0"].tasks))]
-        for t, last in moments["last"].items():
-            best = moments["best"][t]
-            row = {"al": last.mean, "survival": last.survival}
-            row |= {"best_al": best.mean, "best_survival": best.survival}
-            cells += [f"{last.mean:.3f}", ""]
-            if arm != "start":
-                arms = {n: of["last"][t] for n, of in study.items() if n != arm}
-                paired = {n: x for n, x in arms.items() if last.tasks.keys() & x.tasks.keys()}
-                row["over"] = {n: last.gain_over(x) for n, x in paired.items()}
-                cells[-1] = format_gain(row["over"]["start"])
-            figures[arm][t] = row
-        cells += [f"{best.mean:.3f}" for best in moments["best"].values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines, figures
+# ------------------------------------------------------------------------------------- the command
 
 
 def chosen_studies(config: Config) -> list[str]:
@@ -327,11 +385,9 @@ def chosen_studies(config: Config) -> list[str]:
     usual = [name for name in STUDIES if name != "given"]
     names = list(config.studies) or (["given"] if config.drafter else usual)
     check_choice("studies", names, STUDIES)
-    if "given" in names and not config.drafter:
+    if ("given" in names) != bool(config.drafter):
         raise ValueError("--studies given goes with --drafter FOLDER")
-    check_choice("arms", config.arms, [arm for name in names for arm in STUDIES[name].arms])
-    seeds = [seed for name in names for seed in STUDIES[name].seeds or (config.seed,)]
-    check_choice("seeds", config.seeds, seeds)
+    check_choice("arms", config.arms, [arm for name in names for arm in STUDIES[name].all_arms()])
     for name in names:
         for arm in chosen_arms(config, name):
             arm_config(config, name, 0, arm)  # a config checks itself
@@ -345,20 +401,24 @@ def check_choice(flag_name: str, values, known) -> None:
             raise ValueError(f"--{flag_name} {value}: there is {listed}")
 
 
-def run(config: Config) -> dict | None:
+def list_studies(config: Config, names: list[str]) -> None:
+    for name in names:
+        counts = {arm: len(finished_seeds(config, name, arm)) for arm in STUDIES[name].all_arms()}
+        arms = ", ".join(f"{arm} ({count})" for arm, count in counts.items())
+        print(f"{name}: seeds {seeds_of(config, name)}; arms (seeds finished): {arms}")
+
+
+def run(config: Config) -> None:
     names = chosen_studies(config)
     if config.list_only:
-        for name in names:
-            finished = finished_arms(config, name)
-            arms = [f"{arm} ({len(finished.get(arm, {}))})" for arm in STUDIES[name].arms]
-            seeds = STUDIES[name].seeds or (config.seed,)
-            print(f"{name}: seeds {seeds}; arms (seeds finished): {', '.join(arms)}")
-        return None
-    settings, figures = {}, {}
+        return list_studies(config, names)
+    settings = {}
     with locked(config.out):
-        for name in names:
-            run_study(config, settings, name)
+        jobs = [(name, seed) for name in names for seed in seeds_of(config, name)]
+        # all studies of a seed's target, one after another: it is loaded once
+        for name, seed in sorted(jobs, key=lambda job: str(setting_folder(config, *job))):
+            run_study(config, settings, name, seed)
+            record = record_of(config, name)
+            write_json(Path(config.records) / f"{name}.json", record)
     for name in names:
-        lines, figures[name] = table(name, read_study(config, name))
-        print("\n".join(["", *lines]))
-    return figures
+        print("\n".join(["", *table(record_of(config, name))]))

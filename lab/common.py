@@ -5,11 +5,14 @@ weights and, where possible, in turn.
 """
 
 import contextlib
+import platform
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -96,6 +99,40 @@ def random_anchors(config, length: int, count: int) -> tuple[Tensor, torch.Gener
     return anchors.to(config.device), generator
 
 
+MEASURED_CODE = (":(top,glob)*.py", ":(top)hf", ":(top)support")
+
+
+def version() -> str:
+    """The last commit of the code that is measured, and whether it was changed since; empty outside
+    of git."""
+
+    def git(*words) -> str:
+        command = ["git", *words, "--", *MEASURED_CODE]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True
+        ).stdout
+
+    try:
+        commit = git("log", "-1", "--format=%h").strip()
+        return commit + ("-dirty" if git("status", "--porcelain") else "")
+    except OSError:  # there is no git
+        return ""
+
+
+def machine() -> dict:
+    """What figures of time depend on."""
+    names = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
+    processor = names[0] if names else platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        processor += f", {torch.cuda.get_device_name()}"
+    return {"processor": processor, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")  # Linux alone has it
+    return path.read_text().splitlines() if path.is_file() else []
+
+
 def timed(function, *arguments, **options) -> tuple:
     """The result of a call and its seconds; a GPU is waited for."""
     begin = time.perf_counter()
@@ -148,11 +185,11 @@ def format_shares(shares: dict[str, float]) -> str:
     return ", ".join(f"{stage} {100 * share:.0f} %" for stage, share in shares.items())
 
 
-def new_figure(columns: int, size: tuple, **options):
-    """A figure of matplotlib and its axes, side by side; no screen is needed."""
+def new_figure(columns: int, size: tuple, rows: int = 1, **options):
+    """A figure of matplotlib and its axes; no screen is needed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     figure = Figure(size)
-    return figure, figure.subplots(1, columns, **options)
+    return figure, figure.subplots(rows, columns, **options)

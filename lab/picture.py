@@ -53,6 +53,10 @@ def draw_tree(axis, trunk, anchors, tree, branches) -> None:
         xs, ys = zip(*((dots[slot][0], dots[slot][1] + shift) for slot in route))
         label = f"at {anchors[0, number]}: {' '.join(map(str, branches[0, number, 0].tolist()))}"
         axis.plot(xs, ys, color=colour, linewidth=2.2, zorder=2, label=label)
+    last = int(anchors.max())
+    label = f"at {last}: the text, too"
+    style = dict(color="#7a5195", linewidth=2.2, linestyle=":", label=label)
+    axis.plot([last, last + branches.shape[-1]], [-0.3, -0.3], **style)
     for number, (x, y, token) in enumerate(dots):
         style = {"facecolor": "#e6e6e6" if number < T else "white", "edgecolor": "#333333"}
         style["linewidth"] = 2.4 if number < T and x in anchors else 1.0

@@ -26,6 +26,7 @@ from support.partings import partings
 TEMPERATURES = (0.0, 1.0)  # at which AL is measured
 QUICK_SHARE = 0.25  # of the held-out prompts, measured while training
 NGRAM = 8  # tokens of the n-grams that `repetition` counts
+LOOP = 16  # tokens of an n-gram that tells a loop from an idiom, see `is_fresh`
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 48  # prompts decoded at once
 
@@ -41,6 +42,16 @@ class Acceptance:
     survived: Tensor  # (P, W) rounds in which the first k drafts were all accepted
     seconds: float
     texts: list = field(default_factory=list)  # P lists of new tokens
+    # of the tokens that do not repeat the text before them (`is_fresh`): how many rounds committed,
+    # and how many of these ended a round
+    fresh: Tensor | None = None  # (P, 2)
+
+    @property
+    def fresh_mean(self) -> float | None:
+        """The AL where texts do not repeat themselves; None where they do everywhere. For one text
+        the tokens are the same whatever the drafter, so drafters can be compared."""
+        committed, rounds = self.fresh.sum(0).tolist()
+        return committed / rounds if rounds else None
 
     @property
     def mean(self) -> float:
@@ -119,6 +130,24 @@ def repetition(tokens: list[int], n: int = NGRAM) -> float:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
+def is_fresh(tokens: list[int], n: int = LOOP) -> list[bool]:
+    """Of each token, whether the n-gram that ends with it is new in the text. In a loop none is."""
+    seen = set()
+    fresh = []
+    for end in range(1, len(tokens) + 1):
+        ngram = tuple(tokens[max(0, end - n) : end])
+        fresh.append(ngram not in seen)
+        seen.add(ngram)
+    return fresh
+
+
+def count_fresh(tokens: list[int], drafted: list[bool]) -> list[int]:
+    """How many fresh tokens came from rounds, and how many rounds they ended. The first token is of
+    the prefill; a round ends with a token that was not drafted."""
+    ends = [not d for d, new in zip(drafted[1:], is_fresh(tokens)[1:]) if new]
+    return [len(ends), sum(ends)]
+
+
 def run_at_once(work):
     return work()
 
@@ -136,21 +165,22 @@ def evaluate(
     begin = time.perf_counter()
     results = run(lambda: generate(target, drafter, own, max_new_tokens, *how, **options))
     W = drafter.config.num_draft_tokens if drafter else 0
-    counts = torch.zeros(len(prompts), 4 + W + max_new_tokens, dtype=torch.long)
+    counts = torch.zeros(len(prompts), 6 + W + max_new_tokens, dtype=torch.long)
     for number, result in zip(numbers, results):
         survived = [sum(n >= k for n in result.accepted) for k in range(1, W + 1)]
         row = [result.num_committed, result.num_rounds, result.num_nodes, *survived]
+        row += count_fresh(result.tokens, result.drafted)
         row += [len(result.tokens), *result.tokens]
         counts[number, : len(row)] = torch.tensor(row)
     counts = distributed.all_reduce_sum(counts.to(distributed.message_device())).cpu()
     seconds = time.perf_counter() - begin
-    committed, rounds, nodes, survived, lengths, tokens = counts.split(
-        [1, 1, 1, W, 1, max_new_tokens], 1
+    committed, rounds, nodes, survived, fresh, lengths, tokens = counts.split(
+        [1, 1, 1, W, 2, 1, max_new_tokens], 1
     )
     texts = [row[:length] for row, (length,) in zip(tokens.tolist(), lengths.tolist())]
     repeated = torch.tensor([repetition(text) for text in texts])
     each = (committed[:, 0], rounds[:, 0], nodes[:, 0], repeated, survived)
-    return Acceptance(*each, seconds=seconds, texts=texts)
+    return Acceptance(*each, seconds=seconds, texts=texts, fresh=fresh)
 
 
 @dataclass

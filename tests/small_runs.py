@@ -119,7 +119,9 @@ def step_by_hand(config, drafter, trunk, anchors, uniforms) -> tuple:
     for b, a in (anchors >= 0).nonzero().tolist():
         anchor, text = int(anchors[b, a]), trunk.tokens[b, : trunk.lengths[b]].tolist()
         ahead = text[anchor + 1 : anchor + 1 + W]
-        drafts = proposal.tokens[b, a].tolist() if config.mode == "specopd" else [ahead]
+        drafts = proposal.tokens[b, a].tolist() if config.mode == "specopd" else []
+        if config.mode != "specopd" or config.text_branch:
+            drafts.append(ahead)
         for ids in drafts:
             hidden = proposal.hidden[b, a]
             branches.append(branch_alone(config, drafter, text[: anchor + 1], ids, hidden))

@@ -34,6 +34,7 @@ from small_runs import (
     small_trunks,
     step_by_hand,
     target_and_references,
+    written_by,
 )
 from support.prepare import start_drafter
 from train import MODES, Step, gradient, next_batch, objective_of, rollout_blocks, until_stop
@@ -114,6 +115,51 @@ def test_blocks_that_are_run_again_give_the_loss_of_the_pass_that_drafted(varian
     for grad, wanted in pairs:
         if wanted is not None:
             torch.testing.assert_close(grad, wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_text_branch_has_the_trunks_own_p_and_no_node(arch):
+    target = small_target(arch=arch)
+    drafter = small_drafter(target)
+    batch = one_batch(target, written_by(target, 10, 20))
+    trunk, anchors = batch[:2]
+    blocks = blocks_of(CONFIG, drafter, *batch)
+    without = blocks_of(dataclasses.replace(CONFIG, text_branch=False), drafter, *batch)
+    assert torch.equal(blocks.tokens[:, :, :-1], without.tokens)
+    assert torch.equal(blocks.p_hidden[:, :, :-1], without.p_hidden)
+    assert {n: int(x) for n, x in blocks.counts.items()} == {
+        n: int(x) for n, x in without.counts.items()
+    }
+    valid = blocks.valid[:, :, -1]
+    assert valid.any() and not valid.all()  # some are cut off by the text's end
+    for b, a, k in valid.nonzero().tolist():
+        place = int(anchors[b, a]) + k
+        assert torch.equal(blocks.p_hidden[b, a, -1, k], trunk.hidden[b, place])
+        assert (
+            blocks.tokens[b, a, -1, k] == trunk.tokens[b, place + 1]
+            and place + 1 < trunk.lengths[b]
+        )
+
+
+def test_the_text_branch_adds_its_loss_under_one_denominator():
+    target, references = target_and_references()
+    drafter = small_drafter(target)
+    batch = one_batch(target, references)
+    configs = {
+        "both": CONFIG,
+        "proposed": dataclasses.replace(CONFIG, text_branch=False),
+        "text": dataclasses.replace(CONFIG, mode="e2e"),
+    }
+    sums = {}
+    for name, config in configs.items():
+        value, figures = loss_of(config, drafter, blocks_of(config, drafter, *batch))
+        weights = [w for w in drafter.parameters() if w.requires_grad]
+        grads = torch.autograd.grad(value, weights, allow_unused=True)
+        count = figures["supervised"]
+        parts = [count * g.flatten() for g in grads if g is not None]
+        sums[name] = torch.cat([count * value.detach()[None], *parts])
+    torch.testing.assert_close(sums["both"], sums["proposed"] + sums["text"], atol=1e-4, rtol=1e-4)
+    assert sums["text"][1:].abs().max() > 1e-3
 
 
 def test_until_stop_keeps_the_first_stop_token():
@@ -371,7 +417,11 @@ def test_an_unknown_loss_is_an_error_that_lists_the_losses():
 
 
 def test_e2e_al_goes_with_branches_that_are_all_drawn():
-    assert dataclasses.replace(CONFIG, loss="e2e_al", num_greedy=0).loss == "e2e_al"
+    drawn = dict(num_greedy=0, text_branch=False)
+    assert dataclasses.replace(CONFIG, loss="e2e_al", **drawn).loss == "e2e_al"
+    for change in ({"num_greedy": 1}, {"text_branch": True}, {"branch_temperature": 0.0}):
+        with pytest.raises(ValueError, match="branches drawn from q itself"):
+            dataclasses.replace(CONFIG, loss="e2e_al", **drawn | change)
 
 
 @pytest.fixture
@@ -458,8 +508,9 @@ def test_the_lesson_prints_the_numbers_of_the_functions(monkeypatch, capsys):
         rows = torch.tensor([[float(x) for x in row.split()] for row in rows])
         assert (rows - probs[shown["a"], shown["k"]]).abs().max() < 6e-3
     losses_printed = [float(x) for x in re.findall(r"(?:branches|update): (\d\S+)", printed)]
-    after = losses.e2e_tv(*plain_probs(shown["drafter"], shown["blocks"]))
-    expected = [losses.e2e_tv(p, q).item(), after.item()]
+    valid = shown["blocks"].valid[0]
+    after = losses.e2e_tv(*plain_probs(shown["drafter"], shown["blocks"]), valid)
+    expected = [losses.e2e_tv(p, q, valid).item(), after.item()]
     assert losses_printed == pytest.approx(expected, abs=6e-5) and expected[1] < expected[0]
 
 

@@ -1,14 +1,13 @@
-"""The grid of studies: what is run, kept and compared. `pytest tests/lab/test_claims.py`"""
+"""The studies: what is run, kept, recorded and compared. `pytest tests/lab/test_claims.py`"""
 
 import json
-import re
 import shutil
 
 import pytest
 import torch
 
 from lab import claims
-from lab.claims import STUDIES, Arm, from_counts, to_counts
+from lab.claims import PROOF_SEEDS, SAME_TIME, SEARCH_SEEDS, STUDIES, Arm, from_counts, to_counts
 from small import ROOT
 from support.files import write_json
 from support.measure import Acceptance, central_95
@@ -29,29 +28,36 @@ def random_acceptance(seed: int, lift: float = 0.0, P: int = 6) -> Acceptance:
     ease = torch.rand(P, generator=generator)
     survived = torch.rand(P, 7, generator=generator).sort(descending=True).values * rounds[:, None]
     committed = (rounds * (2.0 + ease + lift)).round()
-    return Acceptance(committed, rounds, rounds * 8, torch.zeros(P), survived, 1.0)
+    fresh = torch.stack([committed / 2, rounds / 4], 1)
+    nodes = rounds * 8
+    return Acceptance(committed, rounds, nodes, torch.zeros(P), survived, 1.0, fresh=fresh)
 
 
 def test_every_arm_of_every_study_is_a_valid_run():
     config = claims.Config(drafter="somewhere")
     for name, study in STUDIES.items():
-        for arm in study.arms:
+        for arm in study.all_arms():
             run_config = claims.arm_config(config, name, 0, arm)
             assert type(run_config) is TrainConfig and run_config.mode != "story", arm
-        if study.same_time_as:
-            other, reference = study.same_time_as
-            assert {reference, *study.arms} <= set(STUDIES[other].arms)
+        assert not study.same_time or "specopd" in study.arms
     names = [name for name in STUDIES if name != "given"]
     starts = {name: str(claims.start_folder(config, name, 0)) for name in names}
-    shared = {starts[name] for name in names if name.startswith(("gqa", "time", "long", "abl"))}
-    assert shared == {"runs/claims/starts/gqa-dflash-s0"}  # one start, so that arms compare
-    assert len(set(starts.values())) == 4
+    shared = {starts[name] for name in ("gqa", "few", "long", "ablations")}
+    assert shared == {"runs/claims/gqa-s0/start-dflash"}  # one start, so that arms compare
+    assert len(set(starts.values())) == 3 * 3 + 2
+
+
+def test_nothing_is_shown_of_the_seeds_that_recipes_were_chosen_on():
+    assert len(PROOF_SEEDS) >= 3
+    for study in STUDIES.values():
+        assert not set(study.seeds) & set(SEARCH_SEEDS)
 
 
 def test_a_measurement_is_kept_whole():
     results = random_acceptance(0)
     again = from_counts(json.loads(json.dumps(to_counts(results))))
-    assert again.mean == results.mean and again.survival == pytest.approx(results.survival)
+    assert again.mean == results.mean and again.fresh_mean == results.fresh_mean
+    assert Arm({0: again}).survival == pytest.approx(results.survival)
     assert torch.equal(again.resampled(), results.resampled())
 
 
@@ -79,78 +85,67 @@ def test_an_interval_over_seeds_knows_that_seeds_differ():
 
 
 def test_arms_of_one_study_must_be_measured_on_the_same_prompts(tmp_path):
-    config = claims.Config(out=str(tmp_path))
+    config = claims.Config(out=str(tmp_path), seeds=(0,))
     counts = {f"t{t}": to_counts(random_acceptance(0)) for t in (0, 1)}
     for arm, prompts in (("ce", 1), ("e2e", 2)):
-        folder = tmp_path / "gqa-24/s0" / arm
-        write_json(folder / "al.json", {"last": counts, "best": counts, "prompts": prompts})
-        write_json(folder / "stage.json", {"made_with": {"drafter": "x/starts/gqa-dflash-s0"}})
-    start = tmp_path / "starts/gqa-dflash-s0/al.json"
-    write_json(start, {"last": counts, "best": counts, "prompts": 1})
+        folder = claims.arm_folder(config, "gqa", 0, arm)
+        write_json(folder / "al.json", counts | {"prompts": prompts})
+    start = claims.start_folder(config, "gqa", 0)
+    write_json(start / "al.json", counts | {"prompts": 1})
     with pytest.raises(ValueError, match="different prompts"):
-        claims.read_study(config, "gqa-24")
+        claims.record_of(config, "gqa")
 
 
-def test_arms_of_equal_time_get_the_steps_that_fit_into_it(tmp_path):
+def test_arms_of_the_same_time_get_the_steps_that_fit_into_it(tmp_path):
     config = claims.Config(out=str(tmp_path), steps=100)
-    seconds = {"specopd": {0: 30, 1: 20}, "ce": {0: 10, 1: 40}}  # seed 1 or 0 was disturbed
+    seconds = {"specopd": {20: 30, 21: 20}, "ce": {20: 10, 21: 40}}  # one of each was disturbed
     for arm, by_seed in seconds.items():
         for seed, value in by_seed.items():
             record = {"made_with": {"steps": 100}, "result": {"seconds": value}}
-            write_json(tmp_path / f"gqa-24/s{seed}/{arm}/stage.json", record)
-    assert claims.steps_of_same_time(config, "time-24", 0, "ce") == 200
-    write_json(tmp_path / "time-24/s0/ce/run.json", {"steps": 77})  # was begun
-    assert claims.steps_of_same_time(config, "time-24", 0, "ce") == 77
+            write_json(tmp_path / f"gqa/s{seed}/{arm}/stage.json", record)
+    arm = "ce" + SAME_TIME
+    assert claims.steps_of_same_time(config, "gqa", 20, arm) == 200
+    write_json(claims.arm_folder(config, "gqa", 20, arm) / "run.json", {"steps": 77})  # was begun
+    assert claims.steps_of_same_time(config, "gqa", 20, arm) == 77
+    with pytest.raises(ValueError, match="needs the time of the arms e2e and specopd"):
+        claims.steps_of_same_time(config, "gqa", 20, "e2e" + SAME_TIME)
 
 
 @pytest.mark.slow
-def test_a_study_runs_resumes_and_compares(lab, tmp_path):
+def test_a_study_runs_resumes_and_is_recorded(lab, tmp_path):
     out = tmp_path / "c"
-    studies = ("--studies", "gqa-24", "time-24", *TOY, *SMALL, *ONE_LAYER, "--out", out)
-    code, _, error = lab("claims", *studies, "--arms", "ce", "specopd")
+    records = ("--records", tmp_path / "records")
+    small = (*TOY, *SMALL, *ONE_LAYER, *TEXT, "--seeds", 3, 4)
+    studies = ("--studies", "gqa", *small, "--out", out, *records)
+    code, _, error = lab("claims", *studies, "--arms", "ce", "specopd", "ce" + SAME_TIME)
     assert code == 0, error
     times = {path: path.stat().st_mtime_ns for path in out.rglob("al.json")}
-    assert len(times) == 3 * 3 + 1  # start, ce, specopd of three seeds; one arm of equal time
-    code, _, error = lab("claims", *studies)
+    assert len(times) == 2 * 4  # start and three arms of two seeds
+    code, said, error = lab("claims", *studies)
     assert code == 0, error
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())  # kept
-    assert len(list(out.rglob("al.json"))) == 5 * 3 + 3
-    figures = json.loads((out / "summary.json").read_text())["claims"]
-    row = figures["gqa-24"]["specopd"]["t1"]
-    assert row["al"] >= 1 and set(row["over"]) == {"start", "ce", "e2e", "rollout"}
-    assert len(row["best_survival"]) == 7
-    stage = json.loads((out / "time-24/s0/rollout/stage.json").read_text())
-    assert stage["made_with"]["steps"] >= 2
+    assert len(list(out.rglob("al.json"))) == 2 * 8
+    record = json.loads((tmp_path / "records/gqa.json").read_text())
+    assert set(record["arms"]) == {"start", *STUDIES["gqa"].all_arms()}
+    assert record["machine"]["threads"] >= 1 and record["config"]["num_anchors"] == 4
+    row = record["arms"]["specopd"]["3"]
+    assert row["step"] == 2 and len(row["curve"]["al"]) == 2 and row["al"]["t1"]["committed"]
+    assert f"| specopd | 2 | 2 | {row['seconds']:.0f} |"[:16] in said
     _, listed, _ = lab("claims", *studies, "--list-only")
-    assert "specopd (3)" in listed and "rollout (1)" in listed
-    again = json.loads((out / "summary.json").read_text())["claims"]
-    assert again["gqa-24"] == figures["gqa-24"]  # listing leaves the figures alone
+    assert "specopd (2)" in listed and f"rollout{SAME_TIME} (2)" in listed
     code, _, error = lab("claims", *studies, "--eval-tokens", 9)
     assert code == 2 and "on other prompts" in error
     code, _, error = lab("claims", *studies, "--lr", 0.5)
     assert code == 2 and "lr = 0.001, this run has 0.5" in error
-    report_is_complete(lab, out, tmp_path / "r", figures)
 
 
-def report_is_complete(lab, out, folder, figures: dict) -> None:
-    code, _, error = lab("report", "--claims", out, "--out", folder)
-    assert code == 0, error
-    text = (folder / "report.md").read_text()
-    assert f"| specopd | 3 | {figures['gqa-24']['specopd']['t0']['al']:.3f} |" in text
-    for name in re.findall(r"\]\(([^)]+)\)", text):
-        assert (folder / name).stat().st_size > 100, name
-    assert len(list(folder.glob("*.png"))) == 4
-    lines = (folder / "gqa-24.csv").read_text().splitlines()
-    assert len(lines) == 1 + 4 * 3 * 2 and lines[0] == "arm,seed,step,loss,al_t0,al_t1"
-
-
-def test_four_ways_on_from_a_given_start(lab, folders, tmp_path):
-    out = ("--out", tmp_path / "c")
+def test_ways_on_from_a_given_start(lab, folders, tmp_path):
+    out = ("--out", tmp_path / "c", "--records", tmp_path / "records")
     target = ("--target", folders / "target", *TEXT)
     code, _, error = lab("claims", *target, "--drafter", folders / "drafter", *SMALL, *out)
     assert code == 0, error
-    figures = json.loads((tmp_path / "c/summary.json").read_text())["claims"]["given"]
-    assert set(figures) == {"start", "ce", "e2e", "rollout", "specopd"}
+    record = json.loads((tmp_path / "records/given.json").read_text())
+    assert {"start", "ce", "e2e", "rollout", "specopd"} <= set(record["arms"])
     other = shutil.copytree(folders / "drafter", tmp_path / "other")
     code, _, error = lab("claims", *target, "--drafter", other, *SMALL, *out)
     assert code == 2 and "was made with drafter" in error
