@@ -158,6 +158,7 @@ def arm_config(config: Config, name: str, seed: int, arm: str) -> TrainConfig:
     if arm == "start":
         every = max(250, config.eval_every)
         changes |= {"mode": "ce", "steps": config.warm_steps, "eval_every": every}
+        changes |= {"num_anchors": config.warm_anchors}
     else:
         drafter = config.drafter if name == "given" else str(start_folder(config, name, seed))
         changes |= {"drafter": drafter} | study.arm_changes | study.all_arms()[arm]

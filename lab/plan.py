@@ -112,6 +112,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
     is_grouped = c.num_key_value_heads < c.num_attention_heads and on_policy
     repeated = 2 * BF16_BYTES * c.num_attention_heads * c.head_dim * is_grouped
     token_in_layer = (6 * c.hidden_size + 3 * wide) * BF16_BYTES
+    num_logits = B * A * (K + has_text(config)) * W * c.vocab_size
     return {
         "~ tree: what it keeps": B * num_nodes * node,
         "~ tree: a layer at work": B * num_nodes * token_in_layer,
@@ -120,7 +121,7 @@ def moment_bytes(drafter: Drafter, config, B: int, T: int) -> dict[str, int]:
         "~ tree: keys of every head": B * (T + num_nodes) * repeated,
         "~ prefill: a layer at work": B * min(T, PREFILL_TOKENS_ON_GPU) * token_in_layer,
         "~ p's hidden states": B * num_p_rows(drafter, config) * c.hidden_size * BF16_BYTES,
-        "~ logits, a chunk": 4 * chunk_logits(config, B * A * K * W * c.vocab_size) * CHUNK_COPIES,
+        "~ logits, a chunk": 4 * chunk_logits(config, num_logits) * CHUNK_COPIES,
         **graph_bytes(drafter, config, B, T),
     }
 
@@ -131,11 +132,16 @@ def chunk_logits(config, num_logits: int) -> int:
     return min(num_logits, GPU_CHUNK_ELEMENTS, int(memory * CHUNK_SHARE) // (4 * CHUNK_COPIES))
 
 
+def has_text(config) -> bool:
+    """Whether the text is one more branch."""
+    return config.mode in ON_POLICY and config.text_branch
+
+
 def num_p_rows(drafter: Drafter, config) -> int:
     """The target's hidden states that a text's blocks hold, for p."""
     W, A = drafter.config.num_draft_tokens, config.num_anchors
     if config.mode in ON_POLICY:
-        return A * config.num_branches * (W + 1)
+        return A * (config.num_branches * (W + 1) + has_text(config) * W)
     return A * W if objective_of(config, drafter).needs_p else 0
 
 

@@ -469,7 +469,8 @@ def measured(config, target, drafter):
 def check(config, s: Shapes) -> dict:
     """Print seconds predicted beside seconds measured."""
     seen = {}
-    config = replace(config, mode="specopd", grad_accum=1)
+    # without the text branch: what is counted is what was proposed, as in a rollout
+    config = replace(config, mode="specopd", grad_accum=1, text_branch=False)
     seen["SpecOPD"], blocks = measured(config, s.target, s.drafter)
     s.N = int(blocks.counts["nodes"]) / s.B
     config = replace(config, mode="rollout", num_greedy=0)

@@ -87,7 +87,9 @@ def both_ways(config: Config) -> dict[str, TrainConfig]:
     """Rollouts in batches of several sizes, and SpecOPD on one text at a time."""
     num_new = config.trunk_length - config.prompt_length
     same = dict(seed=config.seed, device=config.device, precision=config.precision)
-    rollout = TrainConfig("rollout", response_length=num_new, num_greedy=0, **same)
+    # without the text branch: what is counted is what was proposed, as in a rollout
+    same |= dict(num_greedy=0, text_branch=False)
+    rollout = TrainConfig("rollout", response_length=num_new, **same)
     ways = {f"rollouts, {n} at once": replace(rollout, batch_size=n) for n in ROLLOUTS}
     specopd = replace(rollout, mode="specopd", batch_size=1)
     for A in config.num_anchors:
