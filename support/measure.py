@@ -143,8 +143,11 @@ def is_fresh(tokens: list[int], n: int = LOOP) -> list[bool]:
 
 def count_fresh(tokens: list[int], drafted: list[bool]) -> list[int]:
     """How many fresh tokens came from rounds, and how many rounds they ended. The first token is of
-    the prefill; a round ends with a token that was not drafted."""
-    ends = [not d for d, new in zip(drafted[1:], is_fresh(tokens)[1:]) if new]
+    the prefill; a round ends with a token that was not drafted, and one that the text's end cuts
+    off does not count."""
+    last = max((i for i, is_draft in enumerate(drafted) if not is_draft), default=0)
+    rounds = zip(drafted[1 : last + 1], is_fresh(tokens)[1:])
+    ends = [not is_draft for is_draft, is_new in rounds if is_new]
     return [len(ends), sum(ends)]
 
 

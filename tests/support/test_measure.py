@@ -12,14 +12,17 @@ from small import free_port, random_prompts, small_drafter, small_target
 from small_runs import join_processes
 from support import distributed
 from support.measure import (
+    LOOP,
     Acceptance,
     Measure,
     TaskMean,
     by_task,
+    count_fresh,
     decoding_speed,
     evaluate,
     format_gain,
     gain,
+    is_fresh,
     read_tasks,
     repetition,
 )
@@ -170,3 +173,27 @@ def test_a_task_is_a_file_and_one_whose_prompts_are_too_long_is_left_out(
         read_tasks([paths[0], paths[2]], tokenizer, 5, 16, 0)
     with pytest.raises(ValueError, match="no task has a prompt that fits"):
         read_tasks(paths[1:2], tokenizer, 5, 16, 0)
+
+
+def test_tokens_of_a_loop_are_not_fresh():
+    assert is_fresh([1, 2, 3, 1, 2, 3, 1], n=2) == [True, True, True, True, False, False, False]
+    assert is_fresh([7, 7, 7], n=2) == [True, True, False]
+    assert all(is_fresh([1, 2, 1, 3, 1, 4], n=2))
+    # the first token is of the prefill; two rounds end with tokens 3 and 5, which are fresh
+    assert count_fresh([1, 2, 3, 4, 5], [False, True, False, True, False]) == [4, 2]
+    assert count_fresh([1, 2, 3, 4, 5], [False, True, False, True, True]) == [2, 1]  # cut off
+    assert count_fresh([1] * 30, [False] * 30) == [LOOP - 1, LOOP - 1]
+
+
+def test_the_fresh_al_is_that_of_whole_rounds_where_nothing_repeats():
+    target = small_target()
+    drafter = small_drafter(target)
+    (result,) = generate(target, drafter, [[1, 2]], LOOP, Sampling(1.0))  # no room to repeat
+    measured = evaluate(target, drafter, [[1, 2]], LOOP, Sampling(1.0))
+    whole = [n + 1 for n in result.accepted]
+    if sum(whole) > LOOP - 1:
+        whole.pop()  # the last round was cut off
+    assert measured.fresh.tolist() == [[sum(whole), len(whole)]]
+    assert measured.fresh_mean == sum(whole) / len(whole)
+    looped = evaluate(target, drafter, random_prompts(6), 80)
+    assert looped.fresh[:, 0].sum() < looped.committed.sum()
