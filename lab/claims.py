@@ -312,8 +312,7 @@ def record_of(config: Config, name: str) -> dict:
             if start["prompts"] != arms[arm][seed]["prompts"]:
                 raise ValueError(f"{config.out}/{name}: arms were measured on different prompts")
     made_by = {"version": version(), "machine": machine()}
-    flags = dataclasses.asdict(arm_config(config, name, seeds_of(config, name)[0], "start"))
-    return {"study": name} | made_by | {"config": flags, "arms": arms}
+    return {"study": name} | made_by | {"config": dataclasses.asdict(config), "arms": arms}
 
 
 class Arm(TaskMean):

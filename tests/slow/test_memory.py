@@ -84,7 +84,9 @@ def test_loading_takes_the_model_and_its_largest_tensor(tmp_path, arch, dtype):
 
 @pytest.mark.parametrize("arch", ["gdn", "qsa"])
 def test_memory_of_a_long_prefill_grows_with_its_length_not_its_square(arch):
-    [short] = numbers(PREFILL, arch, 4096)
-    [long] = numbers(PREFILL, arch, 16384)
-    print(f"{arch}: {short / 1e6:.0f} MB for 4,096 tokens, {long / 1e6:.0f} for 16,384")
-    assert long < 6 * short + 20e6
+    T = 16_384
+    [used] = numbers(PREFILL, arch, T)
+    print(
+        f"{arch}: {used / 1e6:.0f} MB for {T:,} tokens, a mask of T x T would take {T * T / 1e6:.0f}"
+    )
+    assert used < 0.6 * T * T  # what is kept of the text is 40 to 110 MB, as the allocator likes
