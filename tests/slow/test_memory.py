@@ -86,7 +86,5 @@ def test_loading_takes_the_model_and_its_largest_tensor(tmp_path, arch, dtype):
 def test_memory_of_a_long_prefill_grows_with_its_length_not_its_square(arch):
     T = 16_384
     [used] = numbers(PREFILL, arch, T)
-    print(
-        f"{arch}: {used / 1e6:.0f} MB for {T:,} tokens, a mask of T x T would take {T * T / 1e6:.0f}"
-    )
+    print(f"{arch}: {used / 1e6:.0f} MB for {T:,} tokens; a mask of T x T: {T * T / 1e6:.0f} MB")
     assert used < 0.6 * T * T  # what is kept of the text is 40 to 110 MB, as the allocator likes
