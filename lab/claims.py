@@ -287,6 +287,10 @@ def curve(folder: Path) -> dict[str, list]:
     return {"loss": losses, "al": als}
 
 
+def record_path(config: Config, name: str) -> Path:
+    return Path(config.records) / f"{name}.json"
+
+
 def finished_seeds(config: Config, name: str, arm: str) -> list[int]:
     paths = (arm_folder(config, name, seed, arm) for seed in seeds_of(config, name))
     return [s for s, path in zip(seeds_of(config, name), paths) if (path / "al.json").is_file()]
@@ -408,7 +412,7 @@ def list_studies(config: Config, names: list[str]) -> None:
         print(f"{name}: seeds {seeds_of(config, name)}; arms (seeds finished): {arms}")
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> dict | None:
     names = chosen_studies(config)
     if config.list_only:
         return list_studies(config, names)
@@ -418,7 +422,7 @@ def run(config: Config) -> None:
         # all studies of a seed's target, one after another: it is loaded once
         for name, seed in sorted(jobs, key=lambda job: str(setting_folder(config, *job))):
             run_study(config, settings, name, seed)
-            record = record_of(config, name)
-            write_json(Path(config.records) / f"{name}.json", record)
+            write_json(record_path(config, name), record_of(config, name), indent=None)
     for name in names:
         print("\n".join(["", *table(record_of(config, name))]))
+    return {"records": [str(record_path(config, name)) for name in names]}

@@ -39,10 +39,10 @@ def atomic_write(path):
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path, value) -> None:
-    """Write a value as indented JSON."""
+def write_json(path, value, indent: int | None = 2) -> None:
+    """Write a value as JSON; without indentation on one line."""
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", "utf-8")
 
 
 def write_tensors(path, tensors: dict[str, Tensor], metadata: dict | None = None) -> None:

@@ -125,6 +125,8 @@ def test_a_study_runs_resumes_and_is_recorded(lab, tmp_path):
     assert code == 0, error
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())  # kept
     assert len(list(out.rglob("al.json"))) == 2 * 8
+    summary = json.loads((out / "summary.json").read_text())["claims"]
+    assert summary["records"] == [str(tmp_path / "records/gqa.json")]
     record = json.loads((tmp_path / "records/gqa.json").read_text())
     assert set(record["arms"]) == {"start", *STUDIES["gqa"].all_arms()}
     assert record["machine"]["threads"] >= 1 and record["config"]["num_anchors"] == 4
