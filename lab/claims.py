@@ -76,8 +76,10 @@ def modes(names: str) -> dict:
     return {name: {"mode": name} for name in names.split()}
 
 
-OFFLINE = modes("ce e2e")
 MODES = modes("ce e2e rollout specopd")
+NO_ROLLOUTS = modes("ce e2e specopd")
+OTHERS = ("ce", "e2e", "rollout")  # than SpecOPD, which they are given the time of
+ARCHS = ("gqa", "gdn", "qsa")
 SPECOPD = {"mode": "specopd"}
 ONE_SEED = PROOF_SEEDS[:1]
 TWO_SEEDS = PROOF_SEEDS[:2]
@@ -103,25 +105,23 @@ ABLATIONS = {
 }
 
 STUDIES = {
-    "gqa": Study(MODES, same_time=("ce", "e2e", "rollout")),
-    "gdn": Study(OFFLINE | modes("rollout specopd"), ("ce", "e2e", "rollout"), {"arch": "gdn"}),
-    "qsa": Study(OFFLINE | modes("rollout specopd"), ("ce", "e2e", "rollout"), {"arch": "qsa"}),
+    **{arch: Study(MODES, OTHERS, {"arch": arch}) for arch in ARCHS},
     **{
         f"{arch}-{kind}": Study(
-            modes("ce e2e specopd"),
+            NO_ROLLOUTS,
             changes={"arch": arch, "drafter_kind": kind},
             arm_changes=AT_THE_END,
             seeds=TWO_SEEDS,
         )
-        for arch in ("gqa", "gdn", "qsa")
+        for arch in ARCHS
         for kind in ("dspark", "dflash2")
     },
     "few": Study(MODES, arm_changes=FEW),
-    "long": Study(modes("ce e2e specopd"), arm_changes=LONG, seeds=ONE_SEED),
+    "long": Study(NO_ROLLOUTS, arm_changes=LONG, seeds=ONE_SEED),
     "ablations": Study(ABLATIONS, arm_changes=AT_THE_END, seeds=TWO_SEEDS),
     "block-4": Study(modes("e2e specopd"), (), {"block_size": 4}, AT_THE_END, ONE_SEED),
     "block-16": Study(modes("e2e specopd"), (), {"block_size": 16}, AT_THE_END, ONE_SEED),
-    "given": Study(MODES, ("ce", "e2e", "rollout"), seeds=()),  # from --drafter
+    "given": Study(MODES, OTHERS, seeds=()),  # from --drafter
 }
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy
 
 from hf.files import read_json
-from lab.claims import SAME_TIME, Arm, table
+from lab.claims import ARCHS, SAME_TIME, Arm, table
 from lab.common import new_figure
 from support.files import atomic_write
 from support.flags import flag
 from support.measure import TEMPERATURES, format_gain
 
-ARCHS = ("gqa", "gdn", "qsa")
 KINDS = ("dflash", "dspark", "dflash2")
 TITLES = {
     "start": "start",
