@@ -93,15 +93,29 @@ def delta_rule_chunk(q, k, v, g, beta, state: Tensor, seen: Tensor) -> tuple[Ten
     return o.transpose(-2, -3), u.transpose(-2, -3)
 
 
-def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """Equation (2): the state after N more tokens, each of which follows the one before it."""
-    if not k.shape[-3]:
+def advance_state(
+    state: Tensor, k: Tensor, u: Tensor, g: Tensor, inside: Tensor | None = None
+) -> Tensor:
+    """Equation (2): the state after N more tokens, each of which follows the one before it.
+
+    Head by head: k (..., H, N, D_k), u (..., H, N, D_v), g (..., H, N). inside, like g: False where
+    a token does not count."""
+    if not k.shape[-2]:
         return state
-    G = g.double().cumsum(-2)  # (..., N, H) in float64, as in `delta_rule_chunk`
-    decay = (G[..., -1:, :] - G).to(g.dtype).exp()
-    G = G.to(g.dtype)
-    k = (expand_heads(k, u.shape[-2]) * decay[..., None]).transpose(-2, -3)  # (..., H, N, D_k)
-    return G[..., -1, :, None, None].exp() * state + k.mT @ u.transpose(-2, -3)
+    if inside is not None:
+        g = g * inside
+    G = g.double().cumsum(-1)  # in float64, as in `delta_rule_chunk`
+    decay = (G[..., -1:] - G).to(g.dtype).exp()
+    if inside is not None:
+        decay = decay * inside
+    state = G[..., -1, None, None].to(g.dtype).exp() * state
+    return state + (k * decay[..., None]).mT @ u
+
+
+def head_by_head(k: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., N, H_k or H, D) -> (..., H, N, D), and g (..., H, N)."""
+    k = expand_heads(k, u.shape[-2])
+    return k.transpose(-2, -3), u.transpose(-2, -3), g.mT
 
 
 def delta_rule(q, k, v, g, beta, state: Tensor, checkpoint_tokens=()) -> tuple[Tensor, ...]:
@@ -122,7 +136,7 @@ def chunk_by_chunk(q, k, v, g, beta, state: Tensor, checkpoint_tokens) -> tuple[
         q_c, k_c, v_c, g_c, beta_c = (x[:, start:end] for x in (q, k, v, g, beta))
         seen = torch.ones(end - start, end - start, dtype=torch.bool, device=v.device).tril()
         o, u = delta_rule_chunk(q_c, k_c, v_c, g_c, beta_c, state, seen)
-        state = advance_state(state, k_c, u, g_c)
+        state = advance_state(state, *head_by_head(k_c, u, g_c))
         outputs.append(o)
         written.append(u)
         if end - 1 in checkpoint_tokens:
@@ -176,9 +190,9 @@ def extended_checkpoints(
     if "states" in new:  # of a stretch of text; those of a tree's nodes are not known yet
         states = new["states"]
     else:
-        joins = (path >= 0)[..., None]
-        k, u, g = (gather_slots(new[name], path.clamp(min=0)) for name in ("k", "u", "g"))
-        states = advance_state(past["states"][:, -1], k, u * joins[..., None], g * joins)[:, None]
+        joins = (path >= 0)[:, None]  # (B, 1, P)
+        written = [gather_slots(new[name], path.clamp(min=0)) for name in ("k", "u", "g")]
+        states = advance_state(past["states"][:, -1], *head_by_head(*written), joins)[:, None]
     if past is not None:
         states = torch.cat([past["states"][:, :-1], states], 1)
         after = torch.cat([past["after"][:, :-1], after], 1)
@@ -216,12 +230,15 @@ def replay_states(past: dict, positions: Tensor, longest: int | None = None) -> 
         return state
     if longest is None:
         longest = int((positions - nearest).max())
-    slots = nearest[..., None] + 1 + torch.arange(longest, device=positions.device)  # (B, P, n)
-    inside = (slots <= positions[..., None])[..., None]
-    slots = slots.flatten(1).clamp(0, past["k"].shape[1] - 1)
-    shape = (positions.shape[1], longest)
-    k, u, g = (gather_slots(past[name], slots).unflatten(1, shape) for name in ("k", "u", "g"))
-    return advance_state(state, k, u * inside[..., None], g * inside)
+    slots = nearest[..., None, None] + 1 + torch.arange(longest, device=positions.device)
+    inside = slots <= positions[..., None, None]  # (B, P, 1, n)
+    slots = slots.clamp(0, past["k"].shape[1] - 1)
+    B, H, H_k = len(slots), past["u"].shape[2], past["k"].shape[2]
+    rows = torch.arange(B, device=slots.device)[:, None, None, None]
+    heads = torch.arange(H, device=slots.device)[:, None]
+    k = past["k"][rows, slots, heads // (H // H_k)]  # (B, P, H, n, D_k)
+    u, g = (past[name][rows, slots, heads] for name in ("u", "g"))
+    return advance_state(state, k, u, g, inside)
 
 
 def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,12 @@ TWO_SEEDS = PROOF_SEEDS[:2]
 AT_THE_END = {"eval_every": 10**9}  # AL is measured once
 FEW = {"num_references": 24}
 LONG = FEW | {"steps": 2500, "eval_every": 125}
+# the same small search over rates for each way; 0.01 and 1e-3 are the defaults
+RATES = {
+    f"{mode}, {matrix_lr:g}": {"mode": mode, "matrix_lr": matrix_lr, "lr": matrix_lr / 10}
+    for mode in ("ce", "e2e", "specopd")
+    for matrix_lr in (0.003, 0.01, 0.03)
+}
 # one change of the default recipe at a time
 ABLATIONS = {
     "default": SPECOPD,
@@ -116,6 +122,7 @@ STUDIES = {
         for arch in ARCHS
         for kind in ("dspark", "dflash2")
     },
+    "rates": Study(RATES, arm_changes=AT_THE_END, seeds=SEARCH_SEEDS[:1]),
     "few": Study(MODES, arm_changes=FEW),
     "long": Study(NO_ROLLOUTS, arm_changes=LONG, seeds=ONE_SEED),
     "ablations": Study(ABLATIONS, arm_changes=AT_THE_END, seeds=TWO_SEEDS),
@@ -249,7 +256,8 @@ def run_study(config: Config, settings: dict, name: str, seed: int) -> None:
         print(f"-- {name}, seed {seed}: {arm}")
         run = arm_config(config, name, seed, arm)
         if arm.endswith(SAME_TIME):
-            run = replace(run, steps=steps_of_same_time(config, name, seed, arm))
+            steps = steps_of_same_time(config, name, seed, arm)
+            run = replace(run, steps=steps, eval_every=steps)
         setting.train(run, arm_folder(config, name, seed, arm))
 
 

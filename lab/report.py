@@ -275,6 +275,7 @@ SECTIONS = (  # title, claims of the paper, function
     ("24 references", "C2, C3", lambda records, folder: study(records, "few")),
     ("Long training on 24 references", "C4", long),
     ("One change at a time", "", lambda records, folder: study(records, "ablations")),
+    ("Rates, on a search seed", "", lambda records, folder: study(records, "rates")),
     ("Blocks of 4", "", lambda records, folder: study(records, "block-4")),
     ("Blocks of 16", "", lambda records, folder: study(records, "block-16")),
     ("Throughput of training", "C1", throughput),

@@ -10,6 +10,7 @@ from replay import (
     chunk_by_chunk,
     delta_rule,
     delta_rule_on_tree,
+    head_by_head,
     l2_normed,
     recurrent,
     replay_states,
@@ -132,8 +133,9 @@ def test_nodes_of_a_tree_equal_each_path_alone(merge, seed):
         torch.testing.assert_close(u[b, n], slow_u[0, -1], atol=1e-9, rtol=0)
         # and a commit of this path gets its state
         root = replay_states(past, torch.tensor([[end - 1]] * 2))[b : b + 1, 0]
-        k, u_path, g = (x[b : b + 1, path] for x in (nodes[1], u, nodes[3]))
-        torch.testing.assert_close(advance_state(root, k, u_path, g), slow_state, atol=1e-9, rtol=0)
+        written = head_by_head(*(x[b : b + 1, path] for x in (nodes[1], u, nodes[3])))
+        state = advance_state(root, *written)
+        torch.testing.assert_close(state, slow_state, atol=1e-9, rtol=0)
         num_nodes += 1
     assert num_nodes > 15
 
