@@ -882,6 +882,50 @@ class DFlash2(AutoregressiveDrafter):
         return present.sum() / valid.sum().clamp(min=1)
 
 
+@dataclass(frozen=True)
+class LookupConfig:
+    """What decoding asks of a drafter's config."""
+
+    num_draft_tokens: int = 7
+    target_layer_ids: tuple = ()  # it reads no hidden states
+
+
+class LookupDrafter:
+    """A drafter without weights: it proposes what followed the last tokens earlier in the text
+    (prompt lookup). Its q is one-hot, so a draft y is accepted with probability p(y)."""
+
+    LONGEST = 3  # tokens that are looked up; if they are new, one token less, down to one
+    has_confidence = False
+
+    def __init__(self, config: LookupConfig | None = None):
+        self.config = config or LookupConfig()
+
+    def remember(self, trunk: Trunk, room: int = 0, bounded: bool = False) -> None:
+        """It needs no memory: the trunk's tokens are all it reads."""
+
+    def propose(self, trunk: Trunk, anchors: Tensor, **_) -> Proposal:
+        """Drafts (B,1,1,W) after the anchors (B,1), -1 where the anchor's token is new."""
+        tokens = trunk.tokens
+        anchors = anchors[:, 0]
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        earlier = slots < anchors[:, None]  # (B, S)
+        matched = torch.zeros_like(tokens)  # how many tokens that end in a slot are the last ones
+        goes_on = earlier
+        for back in range(self.LONGEST):
+            last = tokens.gather(1, (anchors[:, None] - back).clamp(min=0))  # (B, 1)
+            before = F.pad(tokens, (back, 0), value=-1)[:, : len(slots)]
+            goes_on = goes_on & (before == last)
+            matched = matched + goes_on
+        # the longest match; of several, the last one
+        place = torch.where(matched > 0, matched * len(slots) + slots, -1).argmax(1)  # (B,)
+        found = matched.gather(1, place[:, None]) > 0  # (B, 1)
+        period = (anchors - place)[:, None]  # beyond the anchor the text is taken to repeat
+        ahead = torch.arange(self.config.num_draft_tokens, device=tokens.device) % period
+        drafts = tokens.gather(1, place[:, None] + 1 + ahead)
+        drafts = torch.where(found, drafts, -1)[:, None, None]
+        return Proposal(drafts, None, tokens_at(trunk, anchors[:, None]), GREEDY, self)
+
+
 def drafter_names(stored: str, parameters: dict):
     """The layout of a drafter's folder: names with or without a prefix; codebooks may be named as
     the weights of an embedding."""

@@ -24,14 +24,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from drafter import GREEDY, PLAIN, Drafter, Sampling, draw
+from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
 from support.cpu import for_cpu
@@ -55,6 +56,9 @@ SLOTS_ON_GPU = 128
 # On a GPU rows leave the batch once this share of its rows has ended: to leave means to copy the
 # caches of all others. On a CPU a row that stays may cost more than the copy.
 SHARE_ENDED_ON_GPU = 0.25
+AUTO = "auto"  # of --draft-length
+LOOKUP = "lookup"  # of --drafter
+SHARE_THAT_JOINS = 0.1  # of a batch: others are prefilled once more than that has ended
 
 
 @dataclass
@@ -106,11 +110,8 @@ class Options:
     seed: int = 0
     stop_ids: frozenset = frozenset()
     batch_size: int = 32  # prompts decoded at once
-    draft_length: int = 0  # drafts verified per round; 0: all that the drafter proposes
-    # confidence logits (B, W) -> how many drafts of each row are verified (B,). This costs a second
-    # synchronisation with the host per round, because it decides how much is run.
-    # Whether y_k is verified may depend on logits[:, :k] alone; else the text is not the target's.
-    choose: Callable | None = None
+    # drafts verified per round; 0: all that the drafter proposes; an AutoLength decides by itself
+    draft_length: "int | AutoLength" = 0
     watch: object = None  # is told of the prefill and of every round, see train.Recorder
     prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
     progress: str = ""  # title of a progress bar
@@ -121,11 +122,10 @@ class Options:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         W = drafter.config.num_draft_tokens if drafter else 0
-        if not 0 <= self.draft_length <= W:
+        length = self.draft_length
+        if length != 0 and not (drafter and (isinstance(length, AutoLength) or 0 < length <= W)):
             limit = f"the drafter proposes {W} tokens" if drafter else "there is no drafter"
-            raise ValueError(f"draft_length is {self.draft_length}: {limit} (0 verifies all)")
-        if self.choose and not (drafter and drafter.has_confidence):
-            raise ValueError("choosing by confidence needs a drafter with a confidence head")
+            raise ValueError(f"draft_length is {length}: {limit} (0 verifies all)")
         limit = target.config.max_position_embeddings
         for number, prompt in enumerate(prompts):
             if not prompt:
@@ -157,9 +157,10 @@ def verify(
     """Judge one chain per row (algorithm 1 of speculative decoding).
 
     logits (B,W+1,V) of the target, drafts (B,W), -1 after the last one to be judged, q (B,W,V)
-    what they were drawn from, uniforms (B,W+1): W acceptances and one token. Returns the number
-    accepted (B,) and the next token (B,), -1 where the logits are NaN or infinite. At temperature
-    0, q and uniforms are not read: a draft is the argmax or it is not."""
+    what they were drawn from (None: they were not drawn, q is one-hot), uniforms (B,W+1): W
+    acceptances and one token. Returns the number accepted (B,) and the next token (B,), -1 where
+    the logits are NaN or infinite. At temperature 0, q and uniforms are not read: a draft is the
+    argmax or it is not."""
     W = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
     if sampling.temperature == 0:
@@ -174,67 +175,198 @@ def verify(
         judged = drafts >= 0
         index = drafts.clamp(min=0)[..., None]
         p_y = p[:, :W].gather(2, index)[..., 0] * judged  # after the last: never accepted
-        q_y = q.gather(2, index)[..., 0]
+        q_y = torch.ones_like(p_y) if q is None else q.gather(2, index)[..., 0]
         num_accepted = accept(p_y, q_y, uniforms[:, :W]).long().cumprod(1).sum(1)
         was_rejected = num_accepted < judged.sum(1)  # else nothing is subtracted
-        q_next = q[rows, num_accepted.clamp(max=W - 1)] * was_rejected[:, None]
+        first = num_accepted.clamp(max=W - 1)  # the first that was not accepted
+        if q is None:
+            q_next = torch.zeros_like(p[:, 0]).scatter(1, index[rows, first], 1.0)
+        else:
+            q_next = q[rows, first]
+        q_next = q_next * was_rejected[:, None]
         token = draw(residual(p[rows, num_accepted], q_next), uniforms[:, W:])[:, 0]
     is_finite = logits[rows, num_accepted].amax(-1).isfinite()  # NaN is the largest, too
     return num_accepted, torch.where(is_finite, token, -1)
+
+
+# ------------------------------------------------------------------- how many drafts to verify
+
+
+class AutoLength:
+    """How many drafts n = 0..W the next round verifies: those that promise most tokens per second,
+
+        (rows + sum over rows and k <= n of S_k) / seconds of a round that verifies n
+
+    S_k, how often the first k drafts survive, is counted for each text and shrunk to the mean of
+    all texts. Seconds are of real rounds. n = 0 is a plain step, without a drafter. Now and
+    then another n is tried. n is decided before a round drafts, so the text keeps the
+    target's distribution; which of its texts is drawn depends on the clock, too."""
+
+    RECENT = 9  # rounds whose seconds count
+    MEMORY = 0.98  # how much an older round of a text counts, beside the one after it
+    PRIOR = 16.0  # rounds that the mean of all texts counts as much as
+    NEARLY = 0.8  # as good as the best
+    # rounds before another number is tried: at first, later if one is nearly as good, if none is
+    WAITS = (16, 32, 128)
+
+    def __init__(self, W: int, clock=time.perf_counter):
+        self.W = W
+        self.clock = clock
+        self.timed = {}  # {rows, rounded up to a power of two: {n: seconds of the last rounds}}
+        # of draft k: how often accepted, how often judged; at first it is hoped to be good
+        self.counts = numpy.ones((2, W)) * [[3.2], [4.0]]
+        self.num_rounds = 0
+        self.last_round = [0] * (W + 1)  # that verified n
+        self.best = None
+        self.once_more = None  # the number that the next round verifies, too
+        self.wait = self.next_trial = self.WAITS[0]
+        self.start(0)
+
+    def start(self, num_texts: int) -> None:
+        """New texts 0, 1, ... are decoded; what was learned stays."""
+        self.of_text = numpy.zeros((num_texts, 2, self.W))
+
+    def choose(self, texts: list[int]) -> int:
+        """How many drafts the next round of these texts verifies."""
+        timed = self._timed(len(texts))
+        if self.once_more is None:
+            n = self._choose(texts, timed)
+            # after a change the first round is slow: a second one tells more
+            self.once_more = None if n == self.best else n
+            return n
+        n, self.once_more = self.once_more, None
+        return n
+
+    def _choose(self, texts: list[int], timed: dict) -> int:
+        for n in (self.W, 0):
+            if n not in timed:
+                return n
+        # the lower quartile, because other work on the machine only slows a round down
+        lows = [sorted(timed[n])[len(timed[n]) // 4] if n in timed else 0 for n in self._all]
+        # a number that was never tried is hoped to cost no more than fewer drafts do
+        seconds = numpy.maximum.accumulate(lows)
+        tokens = len(texts) + numpy.append(0.0, self._survival(texts).sum(0).cumsum())
+        speeds = tokens / seconds
+        best = int(speeds.argmax())
+        if best != self.best:
+            self.best = best
+            self.wait = self.WAITS[0]
+            self.next_trial = min(self.next_trial, self.num_rounds + self.wait)
+        if self.num_rounds < self.next_trial:
+            return best
+        # of the numbers that are nearly as good, the one that has not been used for longest
+        near = [n for n in self._all if n != best and speeds[n] > self.NEARLY * speeds[best]]
+        self.wait = min(2 * self.wait, self.WAITS[1 if near else 2])
+        self.next_trial = self.num_rounds + self.wait
+        return min(near, key=self.last_round.__getitem__) if near else int(speeds.argsort()[-2])
+
+    @property
+    def _all(self) -> range:
+        return range(self.W + 1)
+
+    def _timed(self, rows: int) -> dict:
+        """The seconds of rounds with about so many rows; at first those of the nearest number."""
+        size = 1 << (rows - 1).bit_length()
+        if size not in self.timed:
+            nearest = min(self.timed, key=lambda other: abs(other - size), default=None)
+            known = self.timed.get(nearest, {})
+            self.timed[size] = {n: deque(x, self.RECENT) for n, x in known.items()}
+        return self.timed[size]
+
+    def _survival(self, texts: list[int]) -> numpy.ndarray:
+        """S_1..S_W of each text (B,W)."""
+        accepted, judged = self.of_text[texts].transpose(1, 0, 2)  # (B, W) each
+        mean = self.counts[0] / self.counts[1]
+        return ((accepted + self.PRIOR * mean) / (judged + self.PRIOR)).cumprod(1)
+
+    def learn(self, texts: list[int], n: int, judged, accepted, seconds: float) -> None:
+        """Of a round that verified n drafts at most: how many were judged and accepted per text."""
+        self._timed(len(texts)).setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
+        self.num_rounds += 1
+        self.last_round[n] = self.num_rounds
+        if n == 0:
+            return
+        numbers = numpy.arange(1, self.W + 1)
+        accepted, judged = numpy.array(accepted)[:, None], numpy.array(judged)[:, None]
+        reached = numbers <= numpy.minimum(accepted + 1, judged)
+        new = numpy.stack([numbers <= accepted, reached], 1)  # (B, 2, W)
+        self.of_text[texts] = self.MEMORY * self.of_text[texts] + new
+        self.counts += new.sum(0)
 
 
 # ----------------------------------------------------------------------------------------- decoding
 
 
 class Batch:
-    """Prompts that are decoded together. Rows whose text has ended leave it, some a little later:
-    until then nothing is committed to them, and their rounds do not count."""
+    """Texts that are decoded together. `results` has all that were ever in it, by number. Rows
+    whose text has ended leave it, some a little later: until then nothing is committed to them, and
+    their rounds do not count. Or others take their places (`join`)."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, prompts, prompt_ids, options):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompts: dict[int, list[int]],  # by number
+        options: Options,
+        longest: int = 0,  # tokens of the longest prompt that may join
+        keeps_places: bool = False,  # of texts that end: others will join
+    ):
         self.target = target
         self.drafter = drafter
         self.options = options
         self.sampling = options.sampling
         self.W = drafter.config.num_draft_tokens if drafter else 0
-        self.lengths = [len(prompt) for prompt in prompts]  # of the prompts' trunks, on the host
-        self.results = [Result() for _ in prompts]
-        self.prompt_of_row = list(range(len(prompts)))
+        self.longest = max(longest, *map(len, prompts.values()))
+        # of the texts' trunks, on the host
+        self.lengths = {number: len(prompt) for number, prompt in prompts.items()}
+        self.results = {number: Result() for number in prompts}
+        self.prompt_of_row = list(prompts)
         self.alive = self.prompt_of_row  # the prompts whose texts go on
         device = target.lm_head.weight.device
         # (B,) bool on the device: this row's text goes on
         self.row_is_alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        self.joined_at = torch.zeros(len(prompts), dtype=torch.long, device=device)
         on_gpu = device.type == "cuda"
         self.slots_at_once = SLOTS_ON_GPU if on_gpu else 1
-        # watch and choose must see all rows, so rows leave at once
-        leaves_late = on_gpu and not (options.watch or options.choose)
-        self.share_ended = SHARE_ENDED_ON_GPU if leaves_late else 0
-        self.noise = self._noise(prompt_ids)
+        # a watcher must see all rows, so rows leave at once
+        self.share_ended = SHARE_ENDED_ON_GPU if on_gpu and not options.watch else 0
+        self.keeps_places = keeps_places
+        self.noise = self._noise(list(prompts))
         self.num_rounds = 0
-        self._prefill(prompts)
+        self._prefill(list(prompts.values()))
 
-    def _noise(self, prompt_ids: list[int]) -> Tensor | None:
+    def _noise(self, numbers: list[int]) -> Tensor | None:
         """Uniforms (B, max_new_tokens, 2W+1): of round r W drafts, W acceptances, one token.
 
         They depend on the seed and on the prompt's number alone, not on the batch."""
         if self.sampling.temperature == 0:
             return None
         shape = (self.options.max_new_tokens, 2 * self.W + 1)
+        prompt_ids = self.options.prompt_ids
         noise = []
-        for number in prompt_ids:
-            seed = (self.options.seed * 1_000_003 + number) % (2**63 - 1)
+        for number in numbers:
+            prompt_id = prompt_ids[number] if prompt_ids else number
+            seed = (self.options.seed * 1_000_003 + prompt_id) % (2**63 - 1)
             noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
         return torch.stack(noise).to(self.target.lm_head.weight.device)
+
+    def _noise_now(self) -> Tensor:
+        """The uniforms (B,2W+1) of this round; a row counts its own rounds."""
+        number = (self.num_rounds - self.joined_at).clamp(max=self.noise.shape[1] - 1)
+        return self.noise[torch.arange(len(number), device=number.device), number]
 
     def _prefill(self, prompts: list[list[int]]) -> None:
         """Run the prompts, and commit the first token of each."""
         device = self.target.lm_head.weight.device
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-        lengths = torch.tensor(self.lengths, device=device)
+        lengths = torch.tensor(list(self.lengths.values()), device=device)
         taps = self.drafter.config.target_layer_ids if self.drafter else ()
         room = self.options.max_new_tokens + 2 * (self.W + 1) + self.slots_at_once - 1
+        room += self.longest - tokens.shape[1]  # so all that join have equally many slots
         self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
         self.memory = None
+        self.plain_taps = []  # (B,1,·) of plain steps that the memory does not have yet
         if self.drafter:
             room += self.W + 1
             self.memory = self.drafter.remember(self.trunk, room, bounded=True)
@@ -246,9 +378,34 @@ class Batch:
             self.options.watch.start(self.trunk)
         self.trunk.hidden = None  # from here on nobody reads them
         self.trunk.taps = None
-        for result, token in zip(self.results, self.anchor.tolist()):
+        for result, token in zip(self.results.values(), self.anchor.tolist()):
             result.append([], token, self.options)
         self._drop_ended()
+
+    def join(self, prompts: dict[int, list[int]]) -> None:
+        """Prompts take the places of texts that have ended."""
+        new = Batch(self.target, self.drafter, prompts, self.options, self.longest)
+        self.results |= new.results
+        self.lengths |= new.lengths
+        self._remember_plain_steps()
+        ended = [row for row, n in enumerate(self.prompt_of_row) if n not in self.alive]
+        comes = [row for row, n in enumerate(new.prompt_of_row) if n in new.alive]
+        for place, row in zip(ended, comes):
+            self.prompt_of_row[place] = new.prompt_of_row[row]
+        rows = torch.tensor(comes, dtype=torch.long, device=self.anchor.device)
+        places = torch.tensor(ended[: len(comes)], dtype=torch.long, device=self.anchor.device)
+        for own, other in zip(self._tensors(), new._tensors()):
+            own[places] = other[rows]
+        self.joined_at[places] = self.num_rounds
+        self._drop_ended()
+
+    def _tensors(self) -> list[Tensor]:
+        """All that has a row for each text."""
+        tensors = [self.anchor, self.row_is_alive, self.trunk.tokens, self.trunk.lengths]
+        tensors += [tensor for state in self.trunk.states for tensor in state.values()]
+        if self.memory:
+            tensors += [layer.keys_values for layer in self.memory.layers]
+        return tensors if self.noise is None else [*tensors, self.noise]
 
     def _num_slots(self, num_tokens: int) -> int:
         """The slots that attention sees of so many tokens."""
@@ -258,24 +415,29 @@ class Batch:
         """One round of the algorithm at the top of this file, for every row. Returns its parts:
         drafts and q, what the target gave, the number accepted and the next token."""
         self.num_rounds += 1
-        drafts, q = self.draft()
+        length = self.options.draft_length
+        auto = length if isinstance(length, AutoLength) else None
+        begin = auto and auto.clock()
+        drafts, q = self.draft(auto.choose(self.alive) if auto else length or self.W)
         tree, scored = self.score(drafts)
         num_accepted, token = self.verify(drafts, q, scored)
         self.commit(drafts, tree, scored, num_accepted, token)
-        self.retire(drafts, tree, num_accepted)
+        figures = self.retire(drafts, tree, num_accepted)
+        if auto:
+            auto.learn(*figures, auto.clock() - begin)
         return drafts, q, scored, num_accepted, token
 
-    def draft(self) -> tuple[Tensor, Tensor | None]:
-        """1. Drafts (B,n) after the anchors, and what they were drawn from (B,n,V)."""
+    def draft(self, n: int) -> tuple[Tensor, Tensor | None]:
+        """1. At most n drafts (B,n) after the anchors, and what they were drawn from (B,n,V)."""
         positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
         self.trunk.tokens.scatter_(1, positions, self.anchor[:, None])
-        if not self.drafter:
+        if not self.drafter or n == 0:
             return self.anchor.new_zeros(len(self.anchor), 0), None
-        self.memory.width = self._num_slots(self.trunk.width)
+        self._remember_plain_steps()
+        if self.memory:
+            self.memory.width = self._num_slots(self.trunk.width)
         is_drawn = self.sampling.temperature > 0
-        uniforms = None
-        if is_drawn:
-            uniforms = self.noise[:, self.num_rounds, : self.W].view(-1, 1, 1, self.W)
+        uniforms = self._noise_now()[:, : self.W].view(-1, 1, 1, self.W) if is_drawn else None
         proposal = self.drafter.propose(
             self.trunk,
             positions,
@@ -284,15 +446,18 @@ class Batch:
             memory=self.memory,
             keep_probs=is_drawn,
         )
-        n = min(self.options.draft_length or self.W, self.W)
-        drafts = proposal.tokens[:, 0, 0, :n]  # (B, n)
-        if self.options.choose:
-            logits = self.drafter.confidence_logits(proposal.hidden, proposal.previous)
-            counts = self.options.choose(logits[:, 0, 0]).clamp(max=n)[:, None]  # (B, 1)
-            n = int(counts.max())
-            number = torch.arange(n, device=drafts.device)
-            drafts = torch.where(number < counts, drafts[:, :n], -1)
-        return drafts, proposal.q_probs[:, 0, 0, :n] if is_drawn else None
+        q = proposal.q_probs
+        if isinstance(self.drafter, LookupDrafter):
+            n = min(n, int((proposal.tokens >= 0).sum(-1).max()))  # mostly there is nothing
+        return proposal.tokens[:, 0, 0, :n], None if q is None else q[:, 0, 0, :n]
+
+    def _remember_plain_steps(self) -> None:
+        """Give the drafter's memory the tokens of plain steps, all at once."""
+        if self.plain_taps:
+            taps = torch.cat(self.plain_taps, 1)
+            positions = self.trunk.lengths - taps.shape[1]
+            self.memory = self.drafter.extend(self.memory, taps, positions)
+            self.plain_taps = []
 
     def score(self, drafts: Tensor) -> tuple[ProposalTree, Scored]:
         """2. One pass of the target over the chain of anchor and drafts (B,n)."""
@@ -308,7 +473,7 @@ class Batch:
         logits = self.target.head(scored.hidden[:, 0, 0])  # (B, n+1, V)
         uniforms = None
         if self.noise is not None:
-            noise = self.noise[:, self.num_rounds]  # (B, 2W+1)
+            noise = self._noise_now()  # (B, 2W+1)
             acceptances = noise[:, self.W : self.W + drafts.shape[1]]
             uniforms = torch.cat([acceptances, noise[:, -1:]], 1)
         return verify(logits, drafts, q, self.sampling, uniforms)
@@ -323,16 +488,21 @@ class Batch:
         if self.options.watch:
             self.options.watch.round(self.alive, positions, drafts, scored, path)
         self.trunk = self.target.commit(self.trunk, tree, scored, path)
-        if self.drafter:
+        if self.memory:
             taps = gather_slots(scored.taps, path.clamp(min=0))
-            self.memory = self.drafter.extend(self.memory, taps, positions)
+            if drafts.shape[1]:
+                self.memory = self.drafter.extend(self.memory, taps, positions)
+            else:  # the next round may be plain, too
+                self.plain_taps.append(taps)
         self.anchor = torch.where(self.row_is_alive, token, self.anchor)
 
-    def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> None:
-        """Record the round in the results, and drop the rows whose text has ended."""
+    def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> tuple:
+        """Record the round in the results, and drop the rows whose text has ended -> the texts that
+        went on, how many drafts were verified at most, and each text's judged and accepted ones."""
         num_nodes = tree.valid.sum(1, keepdim=True)
         report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
         # the round's one synchronisation with the host (an n-gram table on the host adds its own)
+        texts, judged, accepted = self.alive, [], []
         for number, (count, nodes, *ids) in zip(self.prompt_of_row, report.tolist()):
             result = self.results[number]
             if not result.finish_reason:
@@ -340,18 +510,23 @@ class Batch:
                 result.num_nodes += nodes
                 result.append(ids[:count], ids[-1], self.options)
                 self.lengths[number] += count + 1
+                judged.append(nodes - 1)
+                accepted.append(count)
         self._drop_ended()
+        return texts, drafts.shape[1], judged, accepted
 
     def _drop_ended(self) -> None:
-        """Drop the rows whose texts have ended once a large enough share of the rows has ended."""
+        """Drop the rows whose texts have ended once a large enough share of the rows has ended, and
+        nobody waits for their places."""
         is_alive = [not self.results[number].finish_reason for number in self.prompt_of_row]
         num_ended = is_alive.count(False)
-        if num_ended > len(is_alive) - len(self.alive):  # more than before
-            self.alive = list(itertools.compress(self.prompt_of_row, is_alive))
-            if num_ended >= self.share_ended * len(is_alive):
-                self._select([row for row, alive in enumerate(is_alive) if alive])
-            else:
-                self.row_is_alive = torch.tensor(is_alive, device=self.anchor.device)
+        has_changed = len(is_alive) - num_ended < len(self.alive)
+        self.alive = list(itertools.compress(self.prompt_of_row, is_alive))
+        leave = not self.keeps_places and num_ended >= self.share_ended * len(is_alive)
+        if num_ended and leave:
+            self._select([row for row, alive in enumerate(is_alive) if alive])
+        elif has_changed:
+            self.row_is_alive = torch.tensor(is_alive, device=self.anchor.device)
         self.trunk.width = max((self.lengths[number] for number in self.prompt_of_row), default=0)
 
     def _select(self, rows: list[int]) -> None:
@@ -360,6 +535,8 @@ class Batch:
         self.trunk = self.trunk.select(rows)
         self.memory = None if self.memory is None else self.memory.select(rows)
         self.anchor = self.anchor[rows]
+        self.plain_taps = [taps[rows] for taps in self.plain_taps]
+        self.joined_at = self.joined_at[rows]
         self.row_is_alive = self.row_is_alive.new_ones(len(rows))
         self.noise = None if self.noise is None else self.noise[rows]
 
@@ -378,11 +555,19 @@ def generate(
     """Continue every prompt (token ids). drafter=None is plain decoding; `options`: see Options.
 
     A prompt's text depends on the seed and on its number in `prompts`, not on the batch it runs in
-    (unless `choose` looks at the whole batch)."""
+    (with an AutoLength, above temperature 0, on the clock, too). When texts end, the next prompts
+    take their places in the batch."""
     options = Options(max_new_tokens, sampling, seed, frozenset(stop_ids), **options)
     options.check(target, drafter, prompts)
-    prompt_ids = options.prompt_ids or list(range(len(prompts)))
-    results = []
+    if isinstance(options.draft_length, AutoLength):
+        options.draft_length.start(len(prompts))
+    longest = max(map(len, prompts), default=0)
+    waiting = deque(enumerate(prompts))
+    results = {}
+
+    def next_prompts(count: int) -> dict[int, list[int]]:
+        return dict(waiting.popleft() for _ in range(min(count, len(waiting))))
+
     with tqdm(
         total=len(prompts) * max_new_tokens,
         desc=options.progress,
@@ -391,16 +576,28 @@ def generate(
         leave=False,
         disable=not options.progress,
     ) as bar:
-        for start in range(0, len(prompts), options.batch_size):
-            part = slice(start, start + options.batch_size)
-            batch = Batch(target, drafter, prompts[part], prompt_ids[part], options)
-            done = bar.n
+        while waiting:
+            chosen = next_prompts(options.batch_size)
+            keeps_places = bool(waiting) and not options.watch
+            batch = Batch(target, drafter, chosen, options, longest, keeps_places)
             while batch.alive:
                 batch.round()
-                bar.update(done + sum(len(r.tokens) for r in batch.results) - bar.n)
-            results += batch.results
-            bar.total -= sum(max_new_tokens - len(r.tokens) for r in batch.results)
-    return results
+                num_free = len(batch.prompt_of_row) - len(batch.alive)
+                if batch.keeps_places and num_free > SHARE_THAT_JOINS * len(batch.prompt_of_row):
+                    batch.join(next_prompts(num_free))
+                    batch.keeps_places = bool(waiting)
+                show_progress(bar, results | batch.results, len(prompts), max_new_tokens)
+            results |= batch.results
+    return [results[number] for number in range(len(prompts))]
+
+
+def show_progress(bar: tqdm, results: dict[int, Result], count: int, max_new_tokens: int) -> None:
+    """Move a bar to the tokens that there are; texts that ended early will not have more."""
+    if not bar.disable:
+        done = sum(len(result.tokens) for result in results.values())
+        ended = [len(r.tokens) for r in results.values() if r.finish_reason]
+        bar.total = sum(ended) + (count - len(ended)) * max_new_tokens
+        bar.update(done - bar.n)
 
 
 # ------------------------------------------------------------------------------------------- lesson
@@ -421,7 +618,7 @@ def lesson() -> None:
     target, drafter = lesson_models()
     prompt = [1, 2, 3]
     options = Options(max_new_tokens=8, sampling=PLAIN, seed=24)
-    batch = Batch(target, drafter, [prompt], [0], options)
+    batch = Batch(target, drafter, {0: prompt}, options)
     print("12 ids: 10 (MASK) and 11 have q = 0, but some p, because the target is untrained.")
     print(f"W = 3, temperature 1. Prompt {prompt}.")
     print(f"Prefill commits {batch.results[0].tokens}: it is the first anchor.")
@@ -466,14 +663,18 @@ def _show_verification(batch: Batch, drafts, p, q, num_accepted: int, token: int
 @dataclass(frozen=True)
 class ServeConfig:
     target: str = flag("", "the target's folder")
-    drafter: str = flag("", "the drafter's folder; without one, plain decoding")
+    drafter: str = flag(
+        "", f"the drafter's folder, or {LOOKUP}, which copies from the text; empty: plain decoding"
+    )
     prompt: tuple = flag((), "texts to continue")
     prompts: str = flag("", "a JSONL file of prompts to continue")
     max_new_tokens: int = flag(200, "tokens to generate per prompt", low=1)
     temperature: float = flag(0.0, "0 is greedy", low=0)
     top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", low=0)
     top_p: float = flag(1.0, "sample among the likeliest that make up this share; 1 is off")
-    draft_length: int = flag(0, "drafts verified per round; 0: all", low=0)
+    draft_length: str = flag(
+        AUTO, f"drafts verified per round; 0: all; {AUTO}: as many as pay, plain steps if none does"
+    )
     batch_size: int = flag(32, "prompts decoded at once", low=1)
     seed: int = flag(0, "of everything drawn")
     compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
@@ -487,6 +688,10 @@ class ServeConfig:
         ("top_k top_p", "--temperature above 0", lambda c: c.temperature > 0),
     )
 
+    def __post_init__(self):
+        if self.draft_length != AUTO and not self.draft_length.isdecimal():
+            raise ValueError(f"--draft-length {self.draft_length}: give a number or {AUTO}")
+
 
 def marked(result: Result, tokenizer, color: bool) -> str:
     """The text, accepted drafts in green (or [in brackets]), the target's own tokens plain."""
@@ -496,6 +701,15 @@ def marked(result: Result, tokenizer, color: bool) -> str:
         text = tokenizer.decode([token for _, token in run])
         pieces.append(f"{begin}{text}{end}" if is_draft else text)
     return "".join(pieces)
+
+
+def open_drafter(name: str, target: Target, tokenizer) -> "Drafter | LookupDrafter":
+    """What --drafter names: a folder, whose drafter runs in the target's dtype, or lookup."""
+    if name == LOOKUP:
+        return LookupDrafter()
+    drafter = Drafter.from_pretrained(name, target, target.lm_head.weight.dtype)
+    drafter.config.check(target, tokenizer, f"{name}/config.json")
+    return drafter
 
 
 def read_texts(config: ServeConfig, tokenizer) -> list[str]:
@@ -511,6 +725,13 @@ def read_texts(config: ServeConfig, tokenizer) -> list[str]:
     return [tokenizer.chat(messages) for messages in chats]
 
 
+def draft_length_of(text: str, drafter) -> "int | AutoLength":
+    """What --draft-length says, for a drafter or None."""
+    if text != AUTO:
+        return int(text)
+    return AutoLength(drafter.config.num_draft_tokens) if drafter else 0
+
+
 def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
     """Results and tokens/s, after a short run that warms up."""
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -519,7 +740,7 @@ def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
         seed=config.seed,
         stop_ids=stop_ids,
         batch_size=config.batch_size,
-        draft_length=config.draft_length,
+        draft_length=draft_length_of(config.draft_length if drafter else "0", drafter),
     )
     generate(target, drafter, prompts[:1], min(8, config.max_new_tokens), **options)
     begin = time.perf_counter()
@@ -542,10 +763,7 @@ def serve(config: ServeConfig) -> None:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     target = for_cpu(Target.from_pretrained(config.target, config.device, dtype_of(config)))
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
-    drafter = None
-    if config.drafter:
-        drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
-        drafter.config.check(target, tokenizer, f"{config.drafter}/config.json")
+    drafter = open_drafter(config.drafter, target, tokenizer) if config.drafter else None
     texts = read_texts(config, tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     stop_ids = tokenizer.stop_ids

@@ -19,7 +19,9 @@ from support.partings import format_partings, partings
 
 @dataclass(frozen=True)
 class Config(LabConfig):
-    drafters: tuple = flag((), "folders of the drafters; later ones are compared with the first")
+    drafters: tuple = flag(
+        (), "folders of the drafters, or lookup; later ones are compared with the first"
+    )
     tasks: tuple = flag((), "JSON Lines files of prompts, a task each")
     temperatures: tuple = flag((0.0, 1.0), "temperatures of decoding", kind=float, low=0)
     top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off")

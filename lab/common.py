@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter import PLAIN, Drafter
 from hf import load_tokenizer
 from hf.tokenizer import Tokenizer
-from serve import generate
+from serve import generate, open_drafter
 from support.cpu import for_cpu
 from support.data import draw_prompts, load_corpus
 from support.flags import DEVICE, DEVICE_TEXT, DTYPES, dtype_of, flag, option_name
@@ -57,16 +57,13 @@ def open_pair(config, drafter_dtype=None) -> tuple[Target, Drafter]:
     return target, Drafter.from_pretrained(config.drafter, target, dtype)
 
 
-def open_drafters(config) -> tuple[Target, Tokenizer, dict[str, Drafter]]:
-    """The target of --target, its tokenizer, and the drafters of --drafters by folder, in the
+def open_drafters(config) -> tuple[Target, Tokenizer, dict]:
+    """The target of --target, its tokenizer, and the drafters of --drafters by name, in the
     target's dtype."""
     require(config, "target", "drafters")
     target = open_target(config)
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
-    drafters = {}
-    for folder in config.drafters:
-        drafters[folder] = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
-        drafters[folder].config.check(target, tokenizer, f"{folder}/config.json")
+    drafters = {name: open_drafter(name, target, tokenizer) for name in config.drafters}
     return target, tokenizer, drafters
 
 

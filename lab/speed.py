@@ -1,8 +1,9 @@
 """Tokens per second of generation with and without drafters, by task and concurrency.
 
-At concurrency n, n prompts are decoded at once, by plain decoding and each drafter (the arms) in
-turn. At temperature 0 every text must be that of plain decoding, but for near-ties of the target.
-At concurrency 1 a few prompts are decoded once more with the stages of their rounds timed.
+At concurrency n, n prompts are decoded at once, by plain decoding and each drafter in turn. A
+drafter is tried with all its drafts verified, and with as many as pay ("auto"). At temperature 0
+every text must be that of plain decoding, but for near-ties of the target. At concurrency 1 a few
+prompts are decoded once more with the stages of their rounds timed.
 
     python -m lab speed --target FOLDER --drafters FOLDER [FOLDER ...] [--tasks FILE ...]
     pytest tests/lab/test_commands.py
@@ -16,7 +17,7 @@ import torch
 
 from drafter import Sampling
 from lab.common import LabConfig, StageClock, format_shares, held_out_prompts, open_drafters
-from serve import Batch, Options
+from serve import AUTO, Batch, Options, draft_length_of
 from support.flags import TEMPLATE_ARGS, flag
 from support.measure import evaluate, read_tasks
 from support.partings import format_partings, partings
@@ -27,7 +28,7 @@ STAGES = {name: name for name in "draft score verify commit retire".split()}  # 
 
 @dataclass(frozen=True)
 class Config(LabConfig):
-    drafters: tuple = flag((), "folders of the drafters")
+    drafters: tuple = flag((), "folders of the drafters, or lookup")
     tasks: tuple = flag((), "JSON Lines files of prompts, a task each; empty: held-out text")
     concurrency: tuple = flag((1, 8, 32), "prompts decoded at once", kind=int, low=1)
     num_prompts: int = flag(16, "prompts of a task, or as many as are decoded at once", low=1)
@@ -40,17 +41,26 @@ class Config(LabConfig):
     NEEDS = (("chat_template_args", "--tasks", lambda c: c.tasks),)
 
 
+def arms_of(drafters: dict) -> dict:
+    """What is compared: {name: (drafter, draft_length)}, plain decoding first."""
+    arms = {"off": (None, 0)}
+    for name, drafter in drafters.items():
+        automatic = draft_length_of(AUTO, drafter)
+        arms |= {name: (drafter, 0), f"{name}, {AUTO}": (drafter, automatic)}
+    return arms
+
+
 def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, stop_ids) -> dict:
     """Speed and AL of each arm on the same prompts, `size` of them at once."""
     sampling = Sampling(config.temperature)
     options = {"seed": config.seed, "stop_ids": stop_ids, "batch_size": size}
-    for drafter in arms.values():
-        evaluate(target, drafter, prompts[:size], 8, sampling, **options)  # warms up
+    for drafter, length in arms.values():  # warms up
+        evaluate(target, drafter, prompts[:size], 8, sampling, draft_length=length, **options)
     how = (prompts, config.max_new_tokens, sampling)
     results = {name: [] for name in arms}
     for _ in range(config.repeats):
-        for name, drafter in arms.items():
-            results[name].append(evaluate(target, drafter, *how, **options))
+        for name, (drafter, length) in arms.items():
+            results[name].append(evaluate(target, drafter, *how, draft_length=length, **options))
     row = {}
     plain = results["off"][0].texts
     for name, repeats in results.items():
@@ -59,7 +69,7 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
         speed |= {"low": min(speeds), "high": max(speeds)}
         is_greedy = config.temperature == 0
         found = partings(target, prompts, repeats[0].texts, plain) if is_greedy else []
-        al = repeats[0].mean if arms[name] else 1.0
+        al = repeats[0].mean if arms[name][0] else 1.0
         row[name] = speed | {"al": al, "same_text": not found, "partings": found}
         row[name]["ratio"] = speed["tokens_per_s"] / row["off"]["tokens_per_s"]
     return row
@@ -81,12 +91,15 @@ def print_task(task: str, row: dict) -> list[dict]:
 def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) -> dict:
     """Print and return each arm's share of each stage, and its milliseconds a round, at batch 1."""
     sampling = Sampling(config.temperature)
-    options = Options(config.max_new_tokens, sampling, config.seed, frozenset(stop_ids))
     rows = {}
-    for name, drafter in arms.items():
+    for name, (drafter, length) in arms.items():
+        how = (config.max_new_tokens, sampling, config.seed, frozenset(stop_ids))
+        options = Options(*how, draft_length=length)
         clock, num_rounds = StageClock(), 0
         for prompt in prompts[:NUM_WATCHED]:
-            batch = clock("prefill", Batch, target, drafter, [prompt], [0], options)
+            if length:
+                length.start(1)
+            batch = clock("prefill", Batch, target, drafter, {0: prompt}, options)
             with clock.watching(batch, **STAGES):
                 while batch.alive:
                     batch.round()
@@ -99,7 +112,7 @@ def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) ->
 
 def run(config: Config) -> dict:
     target, tokenizer, drafters = open_drafters(config)
-    arms = {"off": None} | drafters
+    arms = arms_of(drafters)
     stop_ids = tokenizer.stop_ids
     count = max(config.num_prompts, *config.concurrency)
     if config.tasks:

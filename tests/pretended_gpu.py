@@ -83,7 +83,7 @@ def try_decoding(target, waits: Waits) -> None:
     """Rounds of a single text, drawn and greedy; not the last one, which drops the row."""
     drafter = small_drafter(target).to("cuda", target.lm_head.weight.dtype)
     for sampling in (PLAIN, Options.sampling):
-        batch = Batch(target, drafter, [PROMPT], [0], Options(16, sampling))
+        batch = Batch(target, drafter, {0: PROMPT}, Options(16, sampling))
         for _ in range(2):  # of 16 tokens, which need more than three rounds
             waits("round", batch.round)
 

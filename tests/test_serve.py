@@ -10,10 +10,10 @@ import torch
 
 import drafter as drafter_module
 import serve
-from drafter import GREEDY, PLAIN, Drafter, Memory, Proposal, Sampling
+from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Memory, Proposal, Sampling
 from hf import load_tokenizer
 from outcomes import Outcomes, distance, plain_distribution, trained_on_four_tokens
-from serve import generate
+from serve import AutoLength, generate
 from small import (
     ARCHS,
     DRAFTERS,
@@ -348,22 +348,32 @@ def test_rows_that_leave_late_and_slots_in_multiples_change_no_result(
     assert sizes[-1] == 0 and all(n <= before / 2 for before, n in zip([8, *sizes], sizes))
 
 
-def likely_alone(confidence_logits):
-    """Verify drafts as long as each is likely to be accepted."""
-    return (confidence_logits.sigmoid() > 0.5).cumprod(1).sum(1)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_texts_that_join_others_are_what_they_are_alone(monkeypatch, arch, temperature):
+    target = small_target(arch=arch)
+    drafters = [small_drafter(target, **fields) for fields in ({}, SPARK)]
+    prompts = random_prompts(13, seed=3)
+    joined = []
+    join = serve.Batch.join
+    counted = lambda batch, new: (joined.extend(new), join(batch, new))  # noqa: E731
+    monkeypatch.setattr(serve.Batch, "join", counted)
+    for drafter in (None, LookupDrafter(), *drafters):
+        request = (target, drafter, prompts, 30, Sampling(temperature), 5, {1})
+        expected = generate(*request, batch_size=1)
+        joined.clear()
+        results = generate(*request, batch_size=4)
+        assert len(joined) > 4
+        assert results == expected
 
 
-def test_by_confidence_too_a_sampled_text_does_not_depend_on_its_batch(target):
-    drafter, prompts = small_drafter(target, **SPARK), random_prompts(9)
-    together, apart = (
-        generate(target, drafter, prompts, 30, PLAIN, 5, batch_size=n, choose=likely_alone)
-        for n in (9, 2)
-    )
-    assert texts_of(together) == texts_of(apart)
-    assert sum(r.num_nodes for r in together) < (W + 1) * sum(r.num_rounds for r in together)
-
-
-# ------------------------------------------------------------------------------------ verification
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_text_that_takes_over_the_state_of_the_one_before_it_is_noticed(monkeypatch, arch):
+    request = (small_target(arch=arch), None, random_prompts(13, seed=3), 30, GREEDY, 5, {1})
+    expected = generate(*request, batch_size=1)
+    tensors = serve.Batch._tensors
+    monkeypatch.setattr(serve.Batch, "_tensors", lambda batch: tensors(batch)[:4])
+    assert generate(*request, batch_size=4) != expected
 
 
 def test_a_draft_is_accepted_with_probability_p_over_q():
@@ -402,12 +412,12 @@ def test_an_empty_residual_falls_back_to_p():
         (dict(max_new_tokens=5, draft_length=W + 1), f"the drafter proposes {W} tokens"),
         (dict(max_new_tokens=5, draft_length=20), "draft_length is 20"),
         (dict(max_new_tokens=600), "maximum length"),
-        (dict(max_new_tokens=5, choose=likely_alone), "confidence head"),
+        (dict(max_new_tokens=5, draft_length=AutoLength(W), drafter=None), "no drafter"),
     ],
 )
 def test_what_cannot_be_decoded_is_named(target, drafter, how, word):
     with pytest.raises(ValueError, match=word):
-        generate(target, drafter, [[1, 2]], **how)
+        generate(**(dict(target=target, drafter=drafter, prompts=[[1, 2]]) | how))
 
 
 def test_an_empty_prompt_is_named(target, drafter):

@@ -147,7 +147,7 @@ def seconds_of_rounds(target, drafter, length: int, count: int) -> list[float]:
     """Decode after a prompt of `length` tokens; each round's text is longer than the last."""
     prompt = [number % 20 for number in range(length)]
     with torch.inference_mode():
-        batch = Batch(target, drafter, [prompt], [0], Options(8 * count))
+        batch = Batch(target, drafter, {0: prompt}, Options(8 * count))
         return [timed(batch.round)[1] for _ in range(count)]
 
 

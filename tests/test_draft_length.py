@@ -1,0 +1,273 @@
+"""How many drafts are verified: what AutoLength chooses, and that the text stays the target's.
+Drafts by lookup. `pytest tests/test_draft_length.py`"""
+
+import itertools
+
+import pytest
+import torch
+
+import serve
+from drafter import GREEDY, PLAIN, LookupConfig, LookupDrafter, Sampling
+from outcomes import Outcomes, distance, plain_distribution, trained_on_four_tokens
+from serve import AutoLength, generate
+from small import ARCHS, SECOND, SPARK, random_prompts, small_drafter, small_target
+from target import Trunk
+
+W = 4
+PROMPT = [1, 0, 2, 1, 0]
+KINDS = {"dflash": {}, "dspark": SPARK, "dflash2": SECOND}
+FOUR_TOKENS = {
+    "dflash": {},
+    "dspark": SPARK | {"block_size": 2},
+    "dflash2": SECOND | {"selector_top_k": 2},
+}
+
+
+class Clock:
+    """Rounds that take the seconds of a table, by how many drafts they verify."""
+
+    def __init__(self, seconds: list[float]):
+        self.seconds = seconds
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def simulated(seconds: list[float], acceptance: float, rounds: int, rows: int = 1) -> list[int]:
+    """The numbers of drafts chosen, round by round, where each draft is accepted by chance."""
+    rule = AutoLength(len(seconds) - 1)
+    rule.start(rows)
+    texts = list(range(rows))
+    generator = torch.Generator().manual_seed(0)
+    chosen = []
+    for _ in range(rounds):
+        n = rule.choose(texts)
+        hits = torch.rand(rows, n, generator=generator) < acceptance
+        accepted = hits.long().cumprod(1).sum(1).tolist()
+        rule.learn(texts, n, [n] * rows, accepted, seconds[n])
+        chosen.append(n)
+    return chosen
+
+
+def best_length(seconds: list[float], acceptance: float) -> int:
+    tokens = [sum(acceptance**k for k in range(n + 1)) for n in range(len(seconds))]
+    return max(range(len(seconds)), key=lambda n: tokens[n] / seconds[n])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.8, 0.97])
+def test_the_choice_is_the_fastest_number_of_drafts(acceptance, rows):
+    seconds = [1.0, 1.5, 1.6, 1.7, 1.8, 2.2, 2.6, 3.0]
+    chosen = simulated(seconds, acceptance, 400, rows)[50:]
+    best = best_length(seconds, acceptance)
+    tokens = [sum(acceptance**k for k in range(n + 1)) for n in range(len(seconds))]
+    speed = sum(tokens[n] for n in chosen) / sum(seconds[n] for n in chosen)
+    assert speed > 0.95 * tokens[best] / seconds[best]
+
+
+def test_a_useless_drafter_costs_little():
+    seconds = [1.0, 1.5, 1.6, 1.7, 1.8, 2.0, 2.2, 2.4]
+    chosen = simulated(seconds, 0.0, 200)
+    assert 200 / sum(seconds[n] for n in chosen) > 0.93  # with the rounds that measure
+    later = chosen[40:]
+    assert len(later) / sum(seconds[n] for n in later) > 0.98
+
+
+def test_a_drafter_that_becomes_good_is_used_again():
+    rule = AutoLength(W)
+    rule.start(1)
+    seconds = [1.0, 1.2, 1.2, 1.2, 1.2]
+    chosen = []
+    for number in range(1200):
+        n = rule.choose([0])
+        rule.learn([0], n, [n], [n if number > 300 else 0], seconds[n])
+        chosen.append(n)
+    assert sum(n == 0 for n in chosen[200:300]) > 85
+    assert sum(n == W for n in chosen[-100:]) > 90
+
+
+def test_every_text_has_its_own_counts():
+    rule = AutoLength(W)
+    rule.start(2)
+    for _ in range(30):
+        rule.learn([0, 1], W, [W, W], [W, 0], 1.0)
+    good, bad = rule._survival([0, 1])
+    assert good[-1] > 2 * bad[0]
+
+
+# -------------------------------------------------------------- whatever is chosen, it is lossless
+
+
+class ByThePast(AutoLength):
+    """All of 0..W, decided by what earlier rounds accepted."""
+
+    def start(self, num_texts):
+        self.rounds = self.sum = 0
+
+    def choose(self, texts):
+        return (2 * self.rounds + self.sum) % (self.W + 1)
+
+    def learn(self, texts, n, judged, accepted, seconds):
+        self.rounds += 1
+        self.sum += sum(accepted)
+
+
+def known(num_drafts: int) -> AutoLength:
+    """An AutoLength that has measured its rounds, whose choice turns on what was accepted."""
+    rule = AutoLength(num_drafts, Clock([]))
+    rule.PRIOR = 0.5
+    rule.learn = lambda *figures: AutoLength.learn(rule, *figures[:-1], 0.0)
+    rule._timed = lambda rows: {n: [1.0 + 0.45 * n] * 2 for n in range(num_drafts + 1)}
+    return rule
+
+
+@pytest.fixture(scope="module", params=FOUR_TOKENS)
+def pair(request):
+    return trained_on_four_tokens(**(dict(block_size=3) | FOUR_TOKENS[request.param]))
+
+
+@pytest.mark.parametrize("rule", [ByThePast, known])
+def test_sampled_text_has_the_targets_distribution(monkeypatch, pair, rule):
+    target, drafter = pair
+    num_drafts = drafter.config.num_draft_tokens
+    chosen = set()
+
+    def decode(rows):
+        length = rule(num_drafts)
+        choose = length.choose
+        length.choose = lambda texts: (chosen.add(choose(texts)), choose(texts))[1]
+        return generate(target, drafter, [PROMPT], 3, PLAIN, draft_length=length)
+
+    texts, _ = Outcomes(monkeypatch).distribution(decode, batch=1)
+    assert len(chosen) > 1 and 0 in chosen
+    assert distance(texts, plain_distribution(target, PROMPT, PLAIN, 3)) < 1e-6
+
+
+def test_a_rule_that_peeks_at_its_drafts_is_noticed(monkeypatch):
+    target, drafter = trained_on_four_tokens(block_size=3, **FOUR_TOKENS["dflash2"])
+    draft = serve.Batch.draft
+
+    def peeking(batch, n):
+        drafts, q = draft(batch, n)
+        n = int(drafts[0, 0]) % 2  # the first draft is verified if it is odd
+        return drafts[:, :n], q[:, :n]
+
+    monkeypatch.setattr(serve.Batch, "draft", peeking)
+
+    def decode(rows):
+        return generate(target, drafter, [PROMPT], 3, PLAIN)
+
+    texts, _ = Outcomes(monkeypatch).distribution(decode, batch=1)
+    assert distance(texts, plain_distribution(target, PROMPT, PLAIN, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_greedy_text_equals_plain_decoding(arch, kind):
+    target = small_target(arch=arch)
+    drafter = small_drafter(target, **KINDS[kind])
+    prompts = random_prompts(6, seed=3)
+    plain = generate(target, None, prompts, 40, stop_ids={1})
+    for rule in (ByThePast, AutoLength):
+        length = rule(drafter.config.num_draft_tokens)
+        for size in (1, 3):
+            results = generate(
+                target, drafter, prompts, 40, stop_ids={1}, batch_size=size, draft_length=length
+            )
+            assert [r.tokens for r in results] == [r.tokens for r in plain]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_steps_are_remembered_before_the_next_draft(monkeypatch, kind):
+    """After any mixture of plain steps and drafted rounds, the drafter proposes what it proposes
+    on a fresh trunk of the same text."""
+    target = small_target()
+    drafter = small_drafter(target, **KINDS[kind])
+    checked = []
+    draft = serve.Batch.draft
+
+    def watched(batch, n):
+        drafts, q = draft(batch, n)
+        for row, number in enumerate(batch.prompt_of_row if n else ()):
+            text = prompts[number] + batch.results[number].tokens
+            tokens = torch.tensor([text])
+            fresh = target.prefill(tokens, torch.tensor([len(text) - 1]))
+            anchors = torch.tensor([[len(text) - 1]])
+            expected = drafter.propose(fresh, anchors, sampling=GREEDY)
+            assert drafts[row].tolist() == expected.tokens[0, 0, 0, : drafts.shape[1]].tolist()
+            checked.append(len(batch.plain_taps))
+        return drafts, q
+
+    monkeypatch.setattr(serve.Batch, "draft", watched)
+    prompts = random_prompts(7, seed=3)
+    length = ByThePast(drafter.config.num_draft_tokens)
+    generate(target, drafter, prompts, 30, stop_ids={1}, batch_size=3, draft_length=length)
+    assert len(checked) > 20
+
+
+# ------------------------------------------------------------------------------------------- lookup
+
+
+def slow_lookup(text: list[int], num_drafts: int) -> list[int]:
+    """What followed the longest match of the last 3, 2 or 1 tokens, the last one if there are
+    several. The copy goes on with what it has copied."""
+    for size in (3, 2, 1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if size < len(text) and text[end - size : end] == text[-size:]:
+                grown = list(text)
+                for number in range(num_drafts):
+                    grown.append(grown[end + number])
+                return grown[len(text) :]
+    return [-1] * num_drafts
+
+
+def test_lookup_proposes_what_its_slow_twin_proposes():
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, n, (40,), generator=generator) for n in (2, 3, 6, 30, 200, 1000)]
+    tokens = torch.stack(texts)
+    for end in (1, 2, 3, 10, 25, 40):
+        anchors = torch.full((len(texts), 1), end - 1)
+        trunk = Trunk(tokens, anchors[:, 0], [], (), 40)
+        if end == 1:  # a text of one token has nothing before it
+            continue
+        drafts = LookupDrafter(LookupConfig(5)).propose(trunk, anchors).tokens[:, 0, 0].tolist()
+        assert drafts == [slow_lookup(text[:end].tolist(), 5) for text in texts]
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7), Sampling(1.0, top_k=2)], ids=str)
+def test_lookup_keeps_the_targets_distribution(monkeypatch, sampling):
+    target = small_target(seed=3, std=0.25, vocab_size=4, num_hidden_layers=2)
+
+    def decode(rows):
+        lookup = LookupDrafter(LookupConfig(2))
+        return generate(target, lookup, [PROMPT] * rows, 3, sampling, batch_size=rows)
+
+    texts, accepted = Outcomes(monkeypatch).distribution(decode)
+    assert accepted > 0.1
+    assert distance(texts, plain_distribution(target, PROMPT, sampling, 3)) < 1e-6
+
+
+def test_a_residual_that_forgets_the_rejected_draft_is_noticed(monkeypatch):
+    target = small_target(seed=3, std=0.25, vocab_size=4, num_hidden_layers=2)
+    monkeypatch.setattr(serve, "residual", lambda p, q: p)
+
+    def decode(rows):
+        lookup = LookupDrafter(LookupConfig(2))
+        return generate(target, lookup, [PROMPT] * rows, 3, PLAIN, batch_size=rows)
+
+    texts, _ = Outcomes(monkeypatch).distribution(decode)
+    assert distance(texts, plain_distribution(target, PROMPT, PLAIN, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("arch, length", [*itertools.product(ARCHS, [0, 2, AutoLength])])
+def test_lookup_gives_the_greedy_text_and_accepts_loops(arch, length):
+    target = small_target(arch=arch)
+    prompts = random_prompts(5, seed=3) + [[5, 6, 7] * 4]
+    if length is AutoLength:
+        length = AutoLength(7)
+    plain = generate(target, None, prompts, 60)
+    results = generate(target, LookupDrafter(), prompts, 60, batch_size=3, draft_length=length)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    if length == 0:
+        assert sum(sum(r.accepted) for r in results) > 0
