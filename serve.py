@@ -111,7 +111,7 @@ class Options:
     # synchronisation with the host per round, because it decides how much is run.
     # Whether y_k is verified may depend on logits[:, :k] alone; else the text is not the target's.
     choose: Callable | None = None
-    watch: object = None  # is told of the prefill and of every round, see train.Recorder
+    watch: object = None  # is told of the prefill, proposals and rounds, see train.Recorder
     prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
     progress: str = ""  # title of a progress bar
 
@@ -284,6 +284,8 @@ class Batch:
             memory=self.memory,
             keep_probs=is_drawn,
         )
+        if self.options.watch:
+            self.options.watch.draft(proposal)
         n = min(self.options.draft_length or self.W, self.W)
         drafts = proposal.tokens[:, 0, 0, :n]  # (B, n)
         if self.options.choose:
@@ -321,7 +323,8 @@ class Batch:
         joins = (number <= num_accepted[:, None]) & self.row_is_alive[:, None]
         path = torch.where(joins, nodes, -1)
         if self.options.watch:
-            self.options.watch.round(self.alive, positions, drafts, scored, path)
+            noise = None if self.noise is None else self.noise[:, self.num_rounds]
+            self.options.watch.round(self.alive, positions, drafts, scored, path, token, noise)
         self.trunk = self.target.commit(self.trunk, tree, scored, path)
         if self.drafter:
             taps = gather_slots(scored.taps, path.clamp(min=0))
