@@ -112,7 +112,7 @@ class Options:
     batch_size: int = 32  # prompts decoded at once
     # drafts verified per round; 0: all that the drafter proposes; an AutoLength decides by itself
     draft_length: "int | AutoLength" = 0
-    watch: object = None  # is told of the prefill and of every round, see train.Recorder
+    watch: object = None  # is told of the prefill, proposals and rounds, see train.Recorder
     prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
     progress: str = ""  # title of a progress bar
 
@@ -446,6 +446,8 @@ class Batch:
             memory=self.memory,
             keep_probs=is_drawn,
         )
+        if self.options.watch:
+            self.options.watch.draft(proposal)
         q = proposal.q_probs
         if isinstance(self.drafter, LookupDrafter):
             n = min(n, int((proposal.tokens >= 0).sum(-1).max()))  # mostly there is nothing
@@ -486,7 +488,8 @@ class Batch:
         joins = (number <= num_accepted[:, None]) & self.row_is_alive[:, None]
         path = torch.where(joins, nodes, -1)
         if self.options.watch:
-            self.options.watch.round(self.alive, positions, drafts, scored, path)
+            noise = None if self.noise is None else self._noise_now()
+            self.options.watch.round(self.alive, positions, drafts, scored, path, token, noise)
         self.trunk = self.target.commit(self.trunk, tree, scored, path)
         if self.memory:
             taps = gather_slots(scored.taps, path.clamp(min=0))

@@ -423,8 +423,12 @@ class Recorder:
     def start(self, trunk: Trunk) -> None:
         self.taps = with_room(trunk.taps, self.width).clone()
 
-    def round(self, alive: list[int], anchors: Tensor, drafts: Tensor, scored, path) -> None:
-        """Rows `alive` of the batch: anchors (B',), drafts (B',W), path (B',W+1) of the commit."""
+    def draft(self, proposal) -> None:
+        """The round's Proposal. Its q is not kept: the loss runs the drafter again."""
+
+    def round(self, alive: list[int], anchors: Tensor, drafts: Tensor, scored, path, *_) -> None:
+        """Rows `alive` of the batch: anchors (B',), drafts (B',W), path (B',W+1) of the commit. Not
+        kept: the target's next token (B',) and the round's uniforms (B',2W+1), None if greedy."""
         W = drafts.shape[1]
         rows = torch.tensor(alive, device=drafts.device)
         slots = anchors[:, None] + torch.arange(W + 1, device=anchors.device)
@@ -645,23 +649,32 @@ def story(config: TrainConfig, out: Path) -> None:
 # ------------------------------------------------------------------------------------------- lesson
 
 
-def lesson() -> None:
-    """One SpecOPD step on one reference, in numbers, and the same loss after one update."""
+def lesson_step(
+    num_anchors: int = 3, num_branches: int = 2, seed: int = 3
+) -> tuple[TrainConfig, Drafter, Blocks]:
+    """The blocks of one SpecOPD step on one reference, which a small target wrote."""
     target, drafter = lesson_models()
     prompt = [1, 2, 3]
     (response,) = generate(target, None, [prompt], 9, Sampling(1.0), seed=2)
     references = References.from_lists([prompt], [response.tokens], 0)
     trunks = Trunks(target, references, drafter.config.target_layer_ids, cache_gib=1)
-    config = TrainConfig(mode="specopd", batch_size=1, num_anchors=3, seed=3, device="cpu")
+    shape = dict(num_anchors=num_anchors, num_branches=num_branches)
+    config = TrainConfig(mode="specopd", batch_size=1, seed=seed, device="cpu", **shape)
+    (blocks,) = next_batch(config, drafter, trunks, 0, ())
+    return config, drafter, blocks
+
+
+def lesson() -> None:
+    """One SpecOPD step on one reference, in numbers, and the same loss after one update."""
+    config, drafter, blocks = lesson_step()
     objective = objective_of(config, drafter)
-    print(f"the reference: prompt {prompt}, and {response.tokens}, which the target wrote")
+    reference = blocks.trunk.tokens[0].tolist()
+    print(f"the reference: prompt {reference[:3]}, and {reference[3:]}, which the target wrote")
     print("ids 10 (MASK) and 11 have q = 0, but some p, because the target is untrained")
-    (blocks,) = next_batch(config, drafter, trunks, 0, (), objective)
     for anchor, branches in zip(blocks.anchors[0].tolist(), blocks.tokens[0].tolist()):
-        before = blocks.trunk.tokens[0, : anchor + 1].tolist()
-        text = blocks.trunk.tokens[0, anchor + 1 : anchor + 4].tolist()
+        text = reference[anchor + 1 : anchor + 4]
         drafts = f"greedy {branches[0]}, drawn {branches[1]}"
-        print(f"  anchor {anchor}, after {before}: {drafts}, the text {text}")
+        print(f"  anchor {anchor}, after {reference[: anchor + 1]}: {drafts}, the text {text}")
     nodes = f"{int(blocks.counts['nodes'])} nodes ({int(blocks.counts['unmerged'])} unmerged)"
     print(f"6 proposed branches of W = 3 tokens: {nodes}, scored in one pass")
     print("3 branches of text: no node, their p is the trunk's\n")
@@ -676,13 +689,17 @@ def lesson() -> None:
     print(f"the same loss after one update: {value.item():.4f}")
 
 
-def show_branch(drafter: Drafter, blocks: Blocks, a: int, k: int) -> None:
-    """Print p, q, alpha and survival along branch k at anchor number a."""
-    hidden = blocks.hidden[:, a, 0]  # (1, W, C)
+def branch_probs(drafter: Drafter, blocks: Blocks, a: int, k: int) -> tuple[Tensor, Tensor]:
+    """p and q (W,V) along branch k at anchor number a of the first text, at temperature 1."""
     first = blocks.trunk.tokens[:, blocks.anchors[0, a]]
     previous = torch.cat([first, blocks.tokens[0, a, k, :-1]])[None]
-    q = drafter.logits(hidden, previous)[0].softmax(-1).detach()  # (W, V)
-    p = drafter.target.head(blocks.p_hidden[0, a, k]).softmax(-1)
+    q = drafter.logits(blocks.hidden[:, a, 0], previous)[0].softmax(-1).detach()
+    return drafter.target.head(blocks.p_hidden[0, a, k]).softmax(-1), q
+
+
+def show_branch(drafter: Drafter, blocks: Blocks, a: int, k: int) -> None:
+    """Print p, q, alpha and survival along branch k at anchor number a."""
+    p, q = branch_probs(drafter, blocks, a, k)
     alpha = acceptance(p, q)
     print(f"the drawn branch at anchor {blocks.anchors[0, a]}:")
     for position, y in enumerate(blocks.tokens[0, a, k].tolist()):
