@@ -61,12 +61,13 @@ def open_drafters(config) -> tuple[Target, Tokenizer, dict[str, Drafter]]:
     """The target of --target, its tokenizer, and the drafters of --drafters by folder, in the
     target's dtype."""
     require(config, "target", "drafters")
-    target = open_target(config)
+    target = Target.from_pretrained(config.target, config.device, dtype_of(config))
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
     drafters = {}
     for folder in config.drafters:
         drafters[folder] = Drafter.from_pretrained(folder, target, target.lm_head.weight.dtype)
         drafters[folder].config.check(target, tokenizer, f"{folder}/config.json")
+    for_cpu(target, *drafters.values())
     return target, tokenizer, drafters
 
 
