@@ -8,7 +8,8 @@ of it.
    of the work, and yet torch takes more than twice as long for 8 rows as for one. So, given
    drafters, `for_cpu` packs the large matrices: it keeps a second copy of each, in the order in
    which a kernel reads it. It does so if that is faster on this machine, and says what it costs.
-   Packed matrices know no gradient: under autograd the plain ones are used.
+   A single row is multiplied so, too, where that is faster: by AMX in bfloat16. Packed matrices
+   know no gradient: under autograd the plain ones are used.
 
 Names and values of the weights stay as they are, and a target on a GPU stays as it is.
 
@@ -28,8 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-MOST_ROWS = 64  # packed matrices multiply up to so many rows; with more they gain nothing
-LEAST_NUMBERS = 2**16  # of a matrix that is packed: a smaller one is read from the cache anyway
+MOST_ROWS = 64  # packed matrices multiply up to so many rows; float32 gains nothing beyond
+LEAST_NUMBERS = 100_000  # of a matrix that is packed: a smaller one is read from the cache anyway
 MOST_TIME = 0.9  # of the plain products'; for a smaller gain the memory is not spent
 TRIAL_SECONDS = 0.3  # in which both ways are timed
 GAPS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # allowed between both, of the largest number
@@ -197,12 +198,13 @@ def unpacked_product(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def best_times(ways, patience: float) -> list[float]:
-    """The shortest seconds of each way, called in turn until so many seconds have passed."""
+    """The least seconds of each way, called in turn until so many seconds have passed. They are
+    those of this process alone: on a busy machine the choice should be the same."""
     times = [[] for _ in ways]
     begin = time.perf_counter()
     while not times[-1] or time.perf_counter() < begin + patience:
         for way, seconds in zip(ways, times):
-            start = time.perf_counter()
+            start = time.process_time()
             way()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
     return [min(seconds) for seconds in times]

@@ -208,6 +208,6 @@ def test_matrices_stay_plain_where_packing_does_not_pay(packs_all, monkeypatch, 
         assert reason in line and line.count("\n") == bool(reason)
     for_cpu(target)
     for_cpu(target, None)
-    for_cpu(Target(target.config).to("meta"), drafter.to("meta"))
+    for_cpu(target.to("meta"), drafter.to("meta"))  # as on a GPU
     assert not capsys.readouterr().out
     assert not any(isinstance(m, PackedLinear) for m in [*target.modules(), *drafter.modules()])
