@@ -32,7 +32,8 @@ from torch import Tensor, nn
 MOST_ROWS = 64  # packed matrices multiply up to so many rows; float32 gains nothing beyond
 LEAST_NUMBERS = 100_000  # of a matrix that is packed: a smaller one is read from the cache anyway
 MOST_TIME = 0.9  # of the plain products'; for a smaller gain the memory is not spent
-TRIAL_SECONDS = 0.3  # in which both ways are timed
+TRIAL_SECONDS = 0.3  # in which both ways are timed, if no call takes long:
+MOST_TIMED = 2**26  # numbers of a matrix; a larger one is packed untimed, if the others gain
 GAPS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # allowed between both, of the largest number
 
 
@@ -157,11 +158,15 @@ def _pack_matrices(models: list[nn.Module], num_rows: int) -> None:
     if num_bytes > free_memory() / 2:
         print(f"matrices are not packed: {size} is more than half of what is free")
         return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine several would wait for one another
     try:
         single, share = (_time_share(layers, rows) for rows in (1, num_rows))
     except (AttributeError, RuntimeError) as error:  # no such operator, or not for this processor
         print(f"matrices are not packed: {str(error).splitlines()[0][:100]}")
         return
+    finally:
+        torch.set_num_threads(num_threads)
     if not share <= MOST_TIME:
         reason = f"{num_rows} rows would take {share:.0%} of the time"
         print(f"matrices are not packed: {reason if share < math.inf else 'other numbers'}")
@@ -169,7 +174,7 @@ def _pack_matrices(models: list[nn.Module], num_rows: int) -> None:
     for layer in layers:
         layer.__class__ = PackedLinear
         layer.pack(least_rows=1 if single <= MOST_TIME else 2)
-    gain = f"{num_rows} rows take {share:.0%} of the time"
+    gain = f"{num_rows} rows take {share:.0%} of the time in one thread"
     print(f"{len(layers)} matrices are packed: {gain}, {size}")
 
 
@@ -177,9 +182,10 @@ def _pack_matrices(models: list[nn.Module], num_rows: int) -> None:
 def _time_share(layers: list[nn.Linear], num_rows: int) -> float:
     """The time of all packed products as a share of the plain ones', from a layer of each shape;
     infinite if their numbers differ."""
-    counts = Counter(layer.weight.shape for layer in layers)
+    timed = [layer for layer in layers if layer.weight.numel() <= MOST_TIMED] or layers
+    counts = Counter(layer.weight.shape for layer in timed)
     seconds = [0.0, 0.0]
-    for shape, layer in {layer.weight.shape: layer for layer in layers}.items():
+    for shape, layer in {layer.weight.shape: layer for layer in timed}.items():
         x = torch.randn(num_rows, shape[1], generator=torch.Generator().manual_seed(0))
         x = x.to(layer.weight.dtype)
         matrix = packed(layer.weight)
@@ -199,7 +205,7 @@ def unpacked_product(x: Tensor, layer: nn.Linear) -> Tensor:
 
 def best_times(ways, patience: float) -> list[float]:
     """The least seconds of each way, called in turn until so many seconds have passed. They are
-    those of this process alone: on a busy machine the choice should be the same."""
+    those that this process was running: a busy machine shall choose as an idle one."""
     times = [[] for _ in ways]
     begin = time.perf_counter()
     while not times[-1] or time.perf_counter() < begin + patience:
