@@ -30,6 +30,8 @@ from hf.config import HYBRID, config_json, model_fields
 from support import gpu
 from tree import ProposalTree, View, causal_view, gather_history, gather_slots, write_after
 
+FEW_QUERIES = 32  # of a text, as in rounds of decoding; see `attention`
+LONG_TEXT = 2**15  # numbers of a head's keys; measured on a CPU
 GATHERED_KEYS = 2**15  # keys that `gathered_attention` reads at once: bounds its memory
 LEAST = {"seed": 0, "eos_token_id": 0, "hc_count": 2, "ngram_size": 2}  # other numbers: above 0
 MULTIPLES = {  # field: another that divides it
@@ -202,9 +204,11 @@ def attention(q: Tensor, kv: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     T, H_kv = kv.shape[1], kv.shape[3]
     if isinstance(mask, BlockMask):
         return gpu.attention_in_blocks(q, kv, mask)
-    # Heads of one key head are treated as tokens: several times as fast for one token on a CPU. On
-    # a GPU no fused kernel takes a mask and groups, and this repeats the mask instead of the keys.
-    if N == 1 or (q.is_cuda and mask is not None and H_kv < H):
+    # Heads of one key head are treated as tokens: several times as fast for one token on a CPU, and
+    # up to twice for a few and a long text, whose keys are then read once per key head. On a GPU
+    # no fused kernel takes a mask and groups, and this repeats the mask instead of the keys.
+    is_long = N <= FEW_QUERIES and T * D >= LONG_TEXT
+    if N == 1 or (mask is not None and H_kv < H and (q.is_cuda or is_long)):
         return attention_by_key_head(q, kv, mask)
     if mask is None and 1 < N < T:
         mask = causal_lower_right(N, T)  # no mask is made where there is a kernel for it

@@ -200,17 +200,15 @@ def extended_checkpoints(
 
 
 def trunk_tail(past: dict | None, new: dict, path: Tensor, lengths: Tensor, size: int) -> dict:
-    """What is kept per token where only the end of the trunk counts: the last `size` tokens, slot
-    0 at position `base`. Arguments as in `extended_checkpoints`."""
-    base = lengths + (path >= 0).sum(1) - size  # (B,)
-    positions = base[:, None] + torch.arange(size, device=path.device)
-    state = {"tail_start": base}
-    for name in PER_TOKEN:
-        joining = gather_slots(new[name], path.clamp(min=0))
-        older = None if past is None else past[name]
-        older_base = 0 if past is None else past["tail_start"][:, None]
-        state[name] = gather_history(older, joining, positions, lengths[:, None], older_base)
-    return state
+    """What is kept per token where only the end of the trunk counts: the convolution's last `size`
+    inputs, slot 0 at position `tail_start`. Nothing is replayed from there, so k, u and g are not
+    kept. Arguments as in `extended_checkpoints`."""
+    start = lengths + (path >= 0).sum(1) - size  # (B,)
+    positions = start[:, None] + torch.arange(size, device=path.device)
+    joining = gather_slots(new["qkv"], path.clamp(min=0))
+    older, older_start = (past["qkv"], past["tail_start"][:, None]) if past else (None, 0)
+    qkv = gather_history(older, joining, positions, lengths[:, None], older_start)
+    return {"qkv": qkv, "tail_start": start}
 
 
 def nearest_checkpoints(past: dict, positions: Tensor) -> tuple[Tensor, Tensor]:

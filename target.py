@@ -277,7 +277,7 @@ class Target(nn.Module):
                 if not trunk.checkpoint_every:
                     size = max(self.config.linear_conv_kernel_dim - 1, 1)  # for its convolution
                     state |= replay.trunk_tail(past, new, path, trunk.lengths, size)
-            for name in [name for name in new if name not in state]:
+            for name in replay.positional_names(new | state):
                 if past is None:  # nothing is there yet: token n belongs in slot n
                     state[name] = with_room(new[name], room)
                 else:

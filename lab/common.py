@@ -61,9 +61,10 @@ def open_drafters(config) -> tuple[Target, Tokenizer, dict]:
     """The target of --target, its tokenizer, and the drafters of --drafters by name, in the
     target's dtype."""
     require(config, "target", "drafters")
-    target = open_target(config)
+    target = Target.from_pretrained(config.target, config.device, dtype_of(config))
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
     drafters = {name: open_drafter(name, target, tokenizer) for name in config.drafters}
+    for_cpu(target, *drafters.values())
     return target, tokenizer, drafters
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter import Drafter
-from replay import PER_TOKEN, positional_names
+from replay import positional_names
 from support.flags import run_command
 from target import Target
 
@@ -126,7 +126,7 @@ def state_gap(trunk, row: int, alone) -> float:
             assert state["after"][row, -1] == wanted["after"][0, -1] == length - 1
         if "tail_start" in state:
             assert state["tail_start"][row] == wanted["tail_start"][0]
-            pairs += [(state[name][row], wanted[name][0]) for name in PER_TOKEN]
+            pairs.append((state["qkv"][row], wanted["qkv"][0]))
     return max(
         ((a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1)).item()
         for a, b in pairs

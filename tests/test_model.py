@@ -366,9 +366,11 @@ def slow_attention(q, kv, mask):
     return out
 
 
+@pytest.mark.parametrize("long_text", [0, model.LONG_TEXT])
 @pytest.mark.parametrize("N", [1, 5])
 @pytest.mark.parametrize("num_key_heads", [1, 3, 6])
-def test_attention_equals_head_by_head(N, num_key_heads):
+def test_attention_equals_head_by_head(N, num_key_heads, long_text, monkeypatch):
+    monkeypatch.setattr(model, "LONG_TEXT", long_text)
     q, kv, mask = random_attention(2, N, 12, 6, num_key_heads, 8, 7)
     torch.testing.assert_close(attention(q, kv, mask), slow_attention(q, kv, mask))
     causal = torch.ones(N, N, dtype=torch.bool).tril().expand(2, 1, N, N)
