@@ -1,6 +1,7 @@
-"""Plain decoding and prefill against transformers, with the same weights in one process.
+"""Decoding and prefill against transformers, with the same weights in one process.
 
-Both run in turn: greedy decoding of one and of eight rows, and the prefill of a long text.
+Both run in turn: greedy decoding of one and of eight prompts of the corpus, of one with drafts by
+prompt lookup, and the prefill of a long text.
 
     python -m lab hf --target FOLDER --dtype bfloat16 --trunk-length 1024
 """
@@ -11,7 +12,8 @@ from functools import partial
 
 import torch
 
-from lab.common import LabConfig, open_target, require, timed
+from drafter import LookupDrafter
+from lab.common import LabConfig, held_out_prompts, open_target, require, timed
 from serve import generate
 from support.flags import flag
 
@@ -47,11 +49,19 @@ def run(config: Config) -> dict:
     num_new = config.max_new_tokens
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
     pairs = {}  # {title: (tokens, our function, theirs)}
-    for B, name in ((1, "decode, 1 row"), (8, "decode, 8 rows")):
-        prompts = random_ids(B, config.prompt_length)
-        decode = partial(generate, ours, None, prompts.tolist(), num_new)
+    texts = torch.tensor(held_out_prompts(config, 8), device=config.device)
+    lookup = LookupDrafter()
+    drafts = {"prompt_lookup_num_tokens": lookup.config.num_draft_tokens}
+    for name, B, drafter, changes in (
+        ("decode, 1 row", 1, None, {}),
+        ("decode, 8 rows", 8, None, {}),
+        ("lookup, 1 row", 1, lookup, drafts),
+    ):
+        prompts = texts[:B]
+        decode = partial(generate, ours, drafter, prompts.tolist(), num_new)
         mask = torch.ones_like(prompts)
-        theirs_decode = partial(theirs.generate, prompts, attention_mask=mask, **options)
+        how = options | changes
+        theirs_decode = partial(theirs.generate, prompts, attention_mask=mask, **how)
         pairs[name] = (B * num_new, decode, theirs_decode)
     text = random_ids(1, T)
     lengths = torch.tensor([T], device=config.device)

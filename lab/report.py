@@ -33,7 +33,7 @@ BEGIN, END = "<!-- story -->\n", "<!-- /story -->"  # around the README's table
 INTRODUCTION = """# Results
 
 Written by `python -m lab report` from [records](records) of one version of the code. Nothing here
-was typed by hand.
+was typed by hand. [earlier.md](earlier.md) has what only earlier versions measured.
 
 AL is the acceptance length: tokens committed per pass of the target, its own token included. T is
 the temperature of decoding. `gqa`, `gdn` and `qsa` are the three toy targets: full attention; three

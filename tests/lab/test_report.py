@@ -49,7 +49,7 @@ def test_all_is_written_from_the_records(lab, tmp_path):
     text = (out / "results.md").read_text()
     assert "Version abc1234" in text
     assert "| specopd | 2 | 100 | 50 | 2.550 | +24.4 % [+0.50, +0.50] |  +8.5 % " in text
-    assert "| e2e, same time | 2 |" in text and text.count("Not measured in this version.") == 7
+    assert "| e2e, same time | 2 |" in text and text.count("Not measured in this version.") == 8
     for name in re.findall(r"\]\((pictures/[^)]+)\)", text):
         assert (out / name).stat().st_size > 1000, name
     assert len(list((out / "pictures").glob("*.png"))) == 5
