@@ -323,8 +323,11 @@ class LayerMemory:
         last = lengths[:, None] - 1
         return last - (last - torch.arange(S, device=lengths.device)) % S
 
-    def write(self, new: Tensor, positions: Tensor) -> None:
+    def write(self, new: Tensor, positions: Tensor, width: int) -> None:
+        """Write new (B,P,2,H_kv,D) at positions (B,P), all below `width`."""
         slots = positions % self.keys_values.shape[1] if self.is_ring else positions
+        if not self.is_ring and self.keys_values.shape[1] < width:  # more than was reserved
+            self.keys_values = with_room(self.keys_values, 2 * width)
         write_slots(self.keys_values, new, slots)
 
 
@@ -577,9 +580,10 @@ class Drafter(nn.Module):
         """Remember P more tokens of each row, taps (B,P,·), from position lengths (B,) on, in
         place. Entries after what gets committed are never read."""
         positions = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
+        width = memory.width + taps.shape[1]
         for layer, new in zip(memory.layers, self._context(taps, positions)):
-            layer.write(new, positions)
-        return replace(memory, width=memory.width + taps.shape[1])
+            layer.write(new, positions, width)
+        return replace(memory, width=width)
 
     # -- the block
 

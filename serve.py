@@ -24,8 +24,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -231,14 +231,8 @@ class Batch:
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = torch.tensor(self.lengths, device=device)
-        taps = self.drafter.config.target_layer_ids if self.drafter else ()
         room = self.options.max_new_tokens + 2 * (self.W + 1) + self.slots_at_once - 1
-        self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
-        self.memory = None
-        if self.drafter:
-            room += self.W + 1
-            self.memory = self.drafter.remember(self.trunk, room, bounded=True)
-        last = gather_slots(self.trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
+        last = self._run_prompts(tokens, lengths, room)  # (B, 1, C)
         uniforms = None if self.noise is None else self.noise[:, 0, -1:]
         no_drafts = lengths.new_zeros(len(prompts), 0)
         _, self.anchor = verify(self.target.head(last), no_drafts, None, self.sampling, uniforms)
@@ -249,6 +243,15 @@ class Batch:
         for result, token in zip(self.results, self.anchor.tolist()):
             result.append([], token, self.options)
         self._drop_ended()
+
+    def _run_prompts(self, tokens: Tensor, lengths: Tensor, room: int) -> Tensor:
+        """Make trunk and memory of the prompts -> the hidden states (B,1,C) of their last tokens."""
+        taps = self.drafter.config.target_layer_ids if self.drafter else ()
+        self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
+        self.memory = None
+        if self.drafter:
+            self.memory = self.drafter.remember(self.trunk, room + self.W + 1, bounded=True)
+        return gather_slots(self.trunk.hidden, lengths[:, None] - 1)
 
     def _num_slots(self, num_tokens: int) -> int:
         """The slots that attention sees of so many tokens."""
@@ -401,6 +404,108 @@ def generate(
             results += batch.results
             bar.total -= sum(max_new_tokens - len(r.tokens) for r in batch.results)
     return results
+
+
+# ------------------------------------------------------------------------------------- conversation
+
+
+class Answer(Batch):
+    """A batch of one text, which goes on from a conversation's trunk. The trunk outlives it."""
+
+    def __init__(self, conversation: "Conversation", drafter, prompt: list[int], options: Options):
+        self.trunk = conversation.trunk
+        self.memory = conversation.memory
+        super().__init__(conversation.target, drafter, [prompt], [conversation.turn], options)
+
+    def _run_prompts(self, tokens: Tensor, lengths: Tensor, room: int) -> Tensor:
+        """Run what the trunk does not have yet."""
+        start = self.trunk.lengths  # (1,)
+        tap_ids = self.drafter.config.target_layer_ids if self.drafter else ()
+        trunk = replace(self.trunk, tap_ids=tap_ids)
+        new = tokens[:, trunk.width :]
+        self.trunk, hidden, taps = self.target.extend(trunk, new, lengths, room)
+        if self.drafter and self.memory:
+            self.memory = self.drafter.extend(self.memory, taps, start)
+        elif self.drafter:  # nothing has been run before
+            self.memory = self.drafter.remember(replace(self.trunk, taps=taps), room)
+        return hidden[:, -1:]
+
+    def _select(self, rows: list[int]) -> None:
+        """The only text has ended: nobody goes on, and the trunk stays."""
+
+
+class Conversation:
+    """A text that grows turn by turn. What the target has run of it stays: of a new prompt only the
+    tokens after the longest common prefix are run.
+
+    The trunk has checkpoints, so that it can be cut where a template changes an earlier turn. The
+    drafter's memory is not bounded, because a cut may need what lies before a window."""
+
+    def __init__(self, target: Target, drafter: Drafter | None = None):
+        self.target = target
+        self.drafter = drafter
+        self.turn = 0  # with the seed it decides what is drawn
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.trunk = self.target.empty_trunk(1)
+        self.memory = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the target has run."""
+        return self.trunk.tokens[0, : self.trunk.width].tolist()
+
+    @torch.inference_mode()
+    def answer(self, prompt: list[int], options: Options, draft: bool = True) -> Iterator[Result]:
+        """Continue prompt (token ids), the whole text so far. Yields the result, which grows, after
+        the prefill and after each round; the caller may stop at any of them. draft=False: plain
+        decoding. Raises a ValueError if the prompt leaves no room for a token."""
+        drafter = self.drafter if draft else None
+        space = self.target.config.max_position_embeddings - len(prompt)
+        options = replace(options, max_new_tokens=max(1, min(options.max_new_tokens, space)))
+        if not drafter:
+            options = replace(options, draft_length=0, choose=None)
+        options.check(self.target, drafter, [prompt])
+        self._cut(prompt, drafter)
+        batch = Answer(self, drafter, prompt, options)
+        self.turn += 1
+        self._keep(batch)
+        yield batch.results[0]
+        while batch.alive:
+            batch.round()
+            self._keep(batch)
+            yield batch.results[0]
+
+    def _cut(self, prompt: list[int], drafter: Drafter | None) -> None:
+        """Cut trunk and memory back to what they share with the prompt, without its last token:
+        that is run in any case, for p_1."""
+        pairs = zip(self.tokens, prompt[:-1])
+        length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self.memory:  # it is behind the trunk after turns without drafts
+            length_of_memory = min(self.memory.width, length)
+            self.memory = replace(self.memory, width=length_of_memory)
+        if drafter:
+            length = self.memory.width if self.memory else 0
+        if length < self.trunk.width:
+            self.trunk = self.trunk.cut(torch.full_like(self.trunk.lengths, length))
+
+    def _keep(self, batch: Answer) -> None:
+        self.trunk = batch.trunk
+        if batch.drafter:
+            self.memory = replace(batch.memory, width=batch.trunk.width)
+
+    def plain_speed(self, num_steps: int = 4) -> float:
+        """About how many tokens/s plain decoding gives after this text: a few steps are timed, and
+        nothing of them is kept. NaN at the target's maximum length."""
+        before = (self.trunk, self.memory, self.turn)
+        times = []
+        for _ in self.answer(self.tokens, Options(num_steps + 2), draft=False):
+            times.append(time.perf_counter())
+        self.trunk, self.memory, self.turn = before
+        times = times[1:]  # without the prefill and the first round, which warms up
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else math.nan
 
 
 # ------------------------------------------------------------------------------------------- lesson
