@@ -16,9 +16,12 @@ cuts the text, not the count.
 
     python serve.py              a lesson: two rounds with all their numbers
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
-    pytest tests/test_serve.py
+    python serve.py --target FOLDER --drafter FOLDER        a chat in the terminal; /help in it
+    python serve.py --target FOLDER --jsonl < turns.txt     a chat of another program
+    pytest tests/test_serve.py tests/test_conversation.py
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -26,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,6 +38,7 @@ from tqdm import tqdm
 from drafter import GREEDY, PLAIN, Drafter, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
+from support.chat import Chat, be_lenient, record, typed_lines
 from support.cpu import for_cpu
 from support.flags import (
     DEVICE,
@@ -245,7 +250,7 @@ class Batch:
         self._drop_ended()
 
     def _run_prompts(self, tokens: Tensor, lengths: Tensor, room: int) -> Tensor:
-        """Make trunk and memory of the prompts -> the hidden states (B,1,C) of their last tokens."""
+        """Make the prompts' trunk and memory -> the hidden states (B,1,C) of their last tokens."""
         taps = self.drafter.config.target_layer_ids if self.drafter else ()
         self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
         self.memory = None
@@ -568,28 +573,43 @@ def _show_verification(batch: Batch, drafts, p, q, num_accepted: int, token: int
 # ------------------------------------------------------------------------------------- command line
 
 
+TEXTS, DECODING, OUTPUT = "what is continued", "how it is decoded", "what is printed"
+
+
 @dataclass(frozen=True)
 class ServeConfig:
-    target: str = flag("", "the target's folder")
-    drafter: str = flag("", "the drafter's folder; without one, plain decoding")
-    prompt: tuple = flag((), "texts to continue")
-    prompts: str = flag("", "a JSONL file of prompts to continue")
-    max_new_tokens: int = flag(200, "tokens to generate per prompt", low=1)
-    temperature: float = flag(0.0, "0 is greedy", low=0)
-    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", low=0)
-    top_p: float = flag(1.0, "sample among the likeliest that make up this share; 1 is off")
-    draft_length: int = flag(0, "drafts verified per round; 0: all", low=0)
-    batch_size: int = flag(32, "prompts decoded at once", low=1)
-    seed: int = flag(0, "of everything drawn")
-    compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
-    color: str = flag("auto", "colour accepted drafts", choices=("auto", "always", "never"))
-    chat_template_args: str = flag("", TEMPLATE_ARGS)
-    device: str = flag(DEVICE, DEVICE_TEXT)
-    dtype: str = flag("", "empty: what the target's config names", choices=DTYPES)
+    target: str = flag("", "the target's folder", "models")
+    drafter: str = flag("", "the drafter's folder; without one, plain decoding", "models")
+    device: str = flag(DEVICE, DEVICE_TEXT, "models")
+    dtype: str = flag("", "empty: what the target's config names", "models", choices=DTYPES)
+    prompt: tuple = flag((), "texts to continue; in a terminal, without any: a chat", TEXTS)
+    prompts: str = flag("", "a JSONL file of prompts to continue", TEXTS)
+    system: str = flag("", "what the system's turn says, before the user's", TEXTS)
+    raw: bool = flag(False, "continue texts as they are, without the chat template", TEXTS)
+    chat_template_args: str = flag("", TEMPLATE_ARGS, TEXTS)
+    max_new_tokens: int = flag(200, "tokens to generate per prompt or turn", DECODING, low=1)
+    temperature: float = flag(0.0, "0 is greedy", DECODING, low=0)
+    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", DECODING, low=0)
+    top_p: float = flag(1.0, "sample among the likeliest that make up this share", DECODING)
+    seed: int = flag(0, "of everything drawn", DECODING)
+    draft_length: int = flag(0, "drafts verified per round; 0: all", DECODING, low=0)
+    batch_size: int = flag(32, "prompts decoded at once", DECODING, low=1)
+    compare: bool = flag(True, "decode plainly too, for the speed-up and as a check", OUTPUT)
+    color: str = flag("auto", "colour accepted drafts", OUTPUT, choices=("auto", "always", "never"))
+    jsonl: bool = flag(
+        False,
+        "one JSON record per prompt, or per turn (a line of standard input): prompt, text, tokens "
+        "(ids), finish_reason, rounds, al, seconds (of prompts: an equal share)",
+        OUTPUT,
+    )
 
     NEEDS = (  # flags, what they mean nothing without, whether a config has it
         ("draft_length compare", "--drafter", lambda c: c.drafter),
+        ("batch_size compare", "--prompt or --prompts", lambda c: c.prompt or c.prompts),
+        ("compare color", "no --jsonl", lambda c: not c.jsonl),
         ("top_k top_p", "--temperature above 0", lambda c: c.temperature > 0),
+        ("system chat_template_args", "no --raw", lambda c: not c.raw),
+        ("system", "no --prompts", lambda c: not c.prompts),
     )
 
 
@@ -603,9 +623,10 @@ def marked(result: Result, tokenizer, color: bool) -> str:
     return "".join(pieces)
 
 
-def read_texts(config: ServeConfig, tokenizer) -> list[str]:
-    """The prompts of the command line, as the target's chat template writes them."""
-    chats = [[{"role": "user", "content": text}] for text in config.prompt]
+def read_chats(config: ServeConfig) -> list[list[dict]]:
+    """The prompts of the command line as conversations whose last turn is the user's."""
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    chats = [[*system, {"role": "user", "content": text}] for text in config.prompt]
     try:
         for messages in read_prompts(config.prompts) if config.prompts else ():
             chats.append(first_turn(messages))
@@ -613,14 +634,17 @@ def read_texts(config: ServeConfig, tokenizer) -> list[str]:
         raise ValueError(f"--prompts {config.prompts}: {error}") from None
     if not chats:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
-    return [tokenizer.chat(messages) for messages in chats]
+    return chats
+
+
+def sampling_of(config: ServeConfig) -> Sampling:
+    return Sampling(config.temperature, config.top_k, config.top_p)
 
 
 def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
     """Results and tokens/s, after a short run that warms up."""
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
     options = dict(
-        sampling=sampling,
+        sampling=sampling_of(config),
         seed=config.seed,
         stop_ids=stop_ids,
         batch_size=config.batch_size,
@@ -635,14 +659,46 @@ def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
 
 def show_texts(texts, results: list[Result], tokenizer, color: bool, is_plain: bool) -> None:
     for text, result in zip(texts, results):
-        print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
+        print(f"{'-' * 80}\n{text}{marked(result, tokenizer, color)}")
         al = "" if is_plain or not result.num_rounds else f", AL {result.acceptance_length:.2f}"
         counts = f"{len(result.tokens)} tokens, {result.num_rounds} verifications{al}"
-        print(f"── {counts}, {result.finish_reason}")
-    print("─" * 80)
+        print(f"-- {counts}, {result.finish_reason}")
+    print("-" * 80)
 
 
-def serve(config: ServeConfig) -> None:
+def show_records(chats, results: list[Result], tokenizer, seconds: float) -> None:
+    """One line of JSON per prompt."""
+    for messages, result in zip(chats, results):
+        text = tokenizer.decode(t for t in result.tokens if t not in tokenizer.stop_ids)
+        print(record(messages[-1]["content"], text, result, seconds / len(results)))
+
+
+def converse(config: ServeConfig, target, drafter, tokenizer, color: bool) -> None:
+    """A chat with whoever types, or with another program (--jsonl)."""
+    options = Options(
+        config.max_new_tokens,
+        sampling_of(config),
+        config.seed,
+        frozenset(tokenizer.stop_ids),
+        draft_length=config.draft_length,
+    )
+    raw = config.raw or tokenizer.template is None
+    if raw and config.system:
+        raise ValueError(f"--system needs a chat template, and {config.target} has none")
+    conversation = Conversation(target, drafter)
+    chat = Chat(conversation, tokenizer, options, config.system, raw, config.jsonl, color)
+    names = [Path(config.target).name]
+    if drafter:
+        green = " (green: its accepted drafts)" if color else ""
+        names.append(f"drafter {Path(config.drafter).name}{green}")
+    if raw:
+        names.append("each line is continued as text")
+    chat.note(f"{', '.join(names)}. /help lists the commands, Ctrl-D ends.")
+    chat.run(typed_lines())
+
+
+def open_models(config: ServeConfig) -> tuple:
+    """The target, the drafter or None, the tokenizer."""
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     target = for_cpu(Target.from_pretrained(config.target, config.device, dtype_of(config)))
@@ -651,17 +707,41 @@ def serve(config: ServeConfig) -> None:
     if config.drafter:
         drafter = Drafter.from_pretrained(config.drafter, target, target.lm_head.weight.dtype)
         drafter.config.check(target, tokenizer, f"{config.drafter}/config.json")
-    texts = read_texts(config, tokenizer)
+    return target, drafter, tokenizer
+
+
+def serve(config: ServeConfig) -> None:
+    with contextlib.redirect_stdout(sys.stderr if config.jsonl else sys.stdout):
+        target, drafter, tokenizer = open_models(config)
+    be_lenient(sys.stdin, sys.stdout)
+    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = config.color == "always" or config.color == "auto" and is_terminal
+    if not (config.prompt or config.prompts) and (config.jsonl or sys.stdin.isatty()):
+        converse(config, target, drafter, tokenizer, color and not config.jsonl)
+        return
+    chats = read_chats(config)
+    if config.raw:
+        texts = [tokenizer.bos + messages[-1]["content"] for messages in chats]
+    else:
+        texts = [tokenizer.chat(messages) for messages in chats]
     prompts = [tokenizer.encode(text) for text in texts]
     stop_ids = tokenizer.stop_ids
     results, speed = timed_generate(target, drafter, prompts, config, stop_ids)
-    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    color = config.color == "always" or config.color == "auto" and is_terminal
+    if config.jsonl:
+        num_tokens = sum(len(result.tokens) for result in results)
+        show_records(chats, results, tokenizer, num_tokens / speed)
+        return
     show_texts(texts, results, tokenizer, color, is_plain=drafter is None)
     if drafter is None:
         print(f"plain decoding: {speed:.1f} tokens/s")
         return
     print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
+    compare_with_plain(config, target, prompts, stop_ids, results, speed)
+
+
+def compare_with_plain(config, target, prompts, stop_ids, results, speed: float) -> None:
+    """Print AL and speed, and what plain decoding gives. Raise a ValueError if it gives another
+    greedy text, beyond what rounding does."""
     num_rounds = sum(result.num_rounds for result in results)
     al = sum(result.num_committed for result in results) / max(num_rounds, 1)
     where = f"{num_rounds} verifications, temperature {config.temperature:g}"
