@@ -330,8 +330,14 @@ class Terminal:
             os.environ.update(OMP_NUM_THREADS="1", TERM="dumb", **variables)
             os.execv(sys.executable, [sys.executable, "serve.py", *arguments])
 
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
+    def at_prompt(self, keys: str) -> None:
+        """Press keys once the chat waits for a line: a moment after it says so."""
+        self.wait_for("> ")
+        time.sleep(0.5)
+        self.press(keys)
+
+    def press(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
 
     def wait_for(self, text: str, seconds: float = 60) -> str:
         """What is printed up to and including a text."""
@@ -344,27 +350,33 @@ class Terminal:
 
     def exit_code(self) -> int:
         with contextlib.suppress(OSError):  # the other side has closed
-            while os.read(self.master, 4096):
-                pass
+            self.wait_for("what is never printed")
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        os.close(self.master)  # the terminal is gone: what still runs in it ends
 
 
 @pytest.mark.slow
 def test_a_chat_in_a_terminal(pair):
-    terminal = Terminal([*pair, "--max-new-tokens", "4000"])
-    assert "drafter (green: its accepted drafts)" in terminal.wait_for("> ")
-    terminal.type("hello\n")
-    terminal.wait_for("hello")
-    time.sleep(0.3)
-    terminal.type("\x03")
-    terminal.wait_for("stopped")
-    terminal.wait_for("> ")
-    terminal.type("/help\n")
-    assert "/draft on|off" in terminal.wait_for("/quit ")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
-    terminal = Terminal(pair, NO_COLOR="1")
-    terminal.wait_for("> ")
-    terminal.type("\x03")
-    assert "\033" not in terminal.wait_for("stopped")
-    assert terminal.exit_code() == 130
+    with Terminal([*pair, "--max-new-tokens", "4000"]) as terminal:
+        terminal.at_prompt("hello\n")
+        terminal.wait_for("hello\r\n")
+        time.sleep(0.3)
+        terminal.press("\x03")
+        terminal.wait_for("stopped")
+        terminal.at_prompt("/help\n")
+        assert "/draft on|off" in terminal.wait_for("/quit ")
+        terminal.at_prompt("\x04")
+        assert terminal.exit_code() == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_the_prompt_ends_a_chat(pair):
+    with Terminal(pair, NO_COLOR="1") as terminal:
+        terminal.at_prompt("\x03")
+        assert "\033" not in terminal.wait_for("\r\nstopped\r\n")
+        assert terminal.exit_code() == 130
