@@ -323,11 +323,8 @@ class LayerMemory:
         last = lengths[:, None] - 1
         return last - (last - torch.arange(S, device=lengths.device)) % S
 
-    def write(self, new: Tensor, positions: Tensor, width: int) -> None:
-        """Write new (B,P,2,H_kv,D) at positions (B,P), all below `width`."""
+    def write(self, new: Tensor, positions: Tensor) -> None:
         slots = positions % self.keys_values.shape[1] if self.is_ring else positions
-        if not self.is_ring and self.keys_values.shape[1] < width:  # more than was reserved
-            self.keys_values = with_room(self.keys_values, 2 * width)
         write_slots(self.keys_values, new, slots)
 
 
@@ -337,6 +334,11 @@ class Memory:
 
     layers: list[LayerMemory]
     width: int
+
+    def with_room(self, num_slots: int) -> "Memory":
+        """The memory with at least so many slots per layer; not for rings."""
+        caches = [with_room(layer.keys_values, num_slots) for layer in self.layers]
+        return replace(self, layers=[LayerMemory(cache) for cache in caches])
 
     def select(self, rows: Tensor) -> "Memory":
         layers = [replace(layer, keys_values=layer.keys_values[rows]) for layer in self.layers]
@@ -580,10 +582,9 @@ class Drafter(nn.Module):
         """Remember P more tokens of each row, taps (B,P,·), from position lengths (B,) on, in
         place. Entries after what gets committed are never read."""
         positions = lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        width = memory.width + taps.shape[1]
         for layer, new in zip(memory.layers, self._context(taps, positions)):
-            layer.write(new, positions, width)
-        return replace(memory, width=width)
+            layer.write(new, positions)
+        return replace(memory, width=memory.width + taps.shape[1])
 
     # -- the block
 

@@ -429,7 +429,9 @@ class Answer(Batch):
         trunk = replace(self.trunk, tap_ids=tap_ids)
         new = tokens[:, trunk.width :]
         self.trunk, hidden, taps = self.target.extend(trunk, new, lengths, room)
+        room += self.W + 1
         if self.drafter and self.memory:
+            self.memory = self.memory.with_room(tokens.shape[1] + room)
             self.memory = self.drafter.extend(self.memory, taps, start)
         elif self.drafter:  # nothing has been run before
             self.memory = self.drafter.remember(replace(self.trunk, taps=taps), room)
@@ -503,14 +505,15 @@ class Conversation:
 
     def plain_speed(self, num_steps: int = 4) -> float:
         """About how many tokens/s plain decoding gives after this text: a few steps are timed, and
-        nothing of them is kept. NaN at the target's maximum length."""
+        nothing of them is kept. NaN where the target's maximum length leaves no room for them."""
+        if self.trunk.width + num_steps + 2 > self.target.config.max_position_embeddings:
+            return math.nan
         before = (self.trunk, self.memory, self.turn)
         times = []
         for _ in self.answer(self.tokens, Options(num_steps + 2), draft=False):
             times.append(time.perf_counter())
         self.trunk, self.memory, self.turn = before
-        times = times[1:]  # without the prefill and the first round, which warms up
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else math.nan
+        return num_steps / (times[-1] - times[1])  # the first round warms up
 
 
 # ------------------------------------------------------------------------------------------- lesson
@@ -590,7 +593,7 @@ class ServeConfig:
     max_new_tokens: int = flag(200, "tokens to generate per prompt or turn", DECODING, low=1)
     temperature: float = flag(0.0, "0 is greedy", DECODING, low=0)
     top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", DECODING, low=0)
-    top_p: float = flag(1.0, "sample among the likeliest that make up this share", DECODING)
+    top_p: float = flag(1.0, "sample among the likeliest of this share; 1 is off", DECODING)
     seed: int = flag(0, "of everything drawn", DECODING)
     draft_length: int = flag(0, "drafts verified per round; 0: all", DECODING, low=0)
     batch_size: int = flag(32, "prompts decoded at once", DECODING, low=1)

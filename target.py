@@ -213,9 +213,14 @@ class Target(nn.Module):
         start, T = trunk.width, tokens.shape[1]
         if chunk is None:
             chunk = PREFILL_TOKENS_ON_GPU if tokens.is_cuda else PREFILL_TOKENS
-        cache = with_room(trunk.tokens, start + T + room)
+        size = start + T + room
+        cache = with_room(trunk.tokens, size)
         cache[:, start : start + T] = tokens
-        trunk = replace(trunk, tokens=cache, hidden=None, taps=None)
+        states = []
+        for state in trunk.states:
+            names = replay.positional_names(state)
+            states.append(state | {name: with_room(state[name], size) for name in names})
+        trunk = replace(trunk, tokens=cache, states=states, hidden=None, taps=None)
         outputs, tapped = [], []
         for part in tokens.split(chunk, 1):
             trunk, hidden, taps = self._run_part(trunk, part, lengths)

@@ -2,6 +2,7 @@
 a fresh `generate` on the whole text. `pytest tests/test_conversation.py`"""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import replay
+import serve
 from drafter import PLAIN
 from serve import Conversation, Options, generate
 from small import ARCHS, DRAFTERS, random_tokens, small_drafter, small_target, state_gap
@@ -167,6 +169,24 @@ def test_each_answer_equals_that_of_a_fresh_run_on_the_whole_text(arch, variant)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_with_the_slots_of_a_gpu_too(arch, monkeypatch):
+    """There attention sees slots in multiples, more than there are tokens."""
+    prefill = serve.Batch._prefill
+
+    def with_settings(batch, prompts):
+        batch.share_ended = 0.5
+        batch.slots_at_once = 16
+        prefill(batch, prompts)
+
+    target = small_target(arch=arch)
+    conversation = Conversation(target, small_drafter(target))
+    for text, result, is_partial in talk(conversation, Options(17), seed=2):
+        if not is_partial:
+            assert result.tokens == generate(target, None, [text], 17)[0].tokens
+        monkeypatch.setattr(serve.Batch, "_prefill", with_settings)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_drafters_memory_follows_cuts_and_turns_without_drafts(arch):
     """With the memory of a fresh run, the same is drafted, so as much is accepted."""
     target = small_target(arch=arch)
@@ -249,5 +269,6 @@ def test_a_conversation_ends_at_the_targets_maximum_length(drafter):
     assert len(result.tokens) == 4 and result.finish_reason == "length"
     with pytest.raises(ValueError, match=f"maximum length {limit}"):
         next(conversation.answer(text + result.tokens, Options(50)))
+    assert math.isnan(conversation.plain_speed())
     *_, again = conversation.answer(text, Options(50))  # the conversation is as it was
     assert again.tokens == result.tokens
