@@ -335,6 +335,11 @@ class Memory:
     layers: list[LayerMemory]
     width: int
 
+    def with_room(self, num_slots: int) -> "Memory":
+        """The memory with at least so many slots per layer; not for rings."""
+        caches = [with_room(layer.keys_values, num_slots) for layer in self.layers]
+        return replace(self, layers=[LayerMemory(cache) for cache in caches])
+
     def select(self, rows: Tensor) -> "Memory":
         layers = [replace(layer, keys_values=layer.keys_values[rows]) for layer in self.layers]
         return replace(self, layers=layers)

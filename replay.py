@@ -239,6 +239,16 @@ def replay_states(past: dict, positions: Tensor, longest: int | None = None) -> 
     return advance_state(state, k, u, g, inside)
 
 
+def cut_checkpoints(past: dict, last: Tensor) -> dict:
+    """The checkpoints of a trunk that is cut back to its tokens up to positions last (B,), -1: none
+    is left. Kept are those before it, and the state after it."""
+    is_before = past["after"] < last[:, None]  # (B, M)
+    M = int(is_before.any(0).sum()) + 1  # checkpoints come in order
+    state = replay_states(past, last[:, None])  # (B, 1, H, D_k, D_v)
+    states = torch.where(is_before[:, :M, None, None, None], past["states"][:, :M], state)
+    return {"states": states, "after": torch.minimum(past["after"][:, :M], last[:, None])}
+
+
 def delta_rule_on_tree(q, k, v, g, beta, past: dict | None, view: View) -> tuple[Tensor, Tensor]:
     """o and u (B,N,H,D_v) of a tree's nodes. Each group of nodes starts from the state of its root,
     and within it each node sees its ancestors."""

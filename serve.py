@@ -16,16 +16,21 @@ cuts the text, not the count.
 
     python serve.py              a lesson: two rounds with all their numbers
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
-    pytest tests/test_serve.py
+    python serve.py --target FOLDER --drafter FOLDER        a chat in the terminal; /help in it
+    python serve.py --target FOLDER --jsonl < turns.txt     a chat of another program
+    pytest tests/test_serve.py tests/test_conversation.py
 """
 
+import contextlib
 import itertools
 import math
 import os
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy
 import torch
@@ -35,6 +40,7 @@ from tqdm import tqdm
 from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
+from support.chat import Chat, be_lenient, record, typed_lines
 from support.cpu import for_cpu
 from support.flags import (
     DEVICE,
@@ -361,16 +367,10 @@ class Batch:
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = torch.tensor(list(self.lengths.values()), device=device)
-        taps = self.drafter.config.target_layer_ids if self.drafter else ()
         room = self.options.max_new_tokens + 2 * (self.W + 1) + self.slots_at_once - 1
         room += self.longest - tokens.shape[1]  # so all that join have equally many slots
-        self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
-        self.memory = None
         self.plain_taps = []  # (B,1,·) of plain steps that the memory does not have yet
-        if self.drafter:
-            room += self.W + 1
-            self.memory = self.drafter.remember(self.trunk, room, bounded=True)
-        last = gather_slots(self.trunk.hidden, lengths[:, None] - 1)  # (B, 1, C)
+        last = self._run_prompts(tokens, lengths, room)  # (B, 1, C)
         uniforms = None if self.noise is None else self.noise[:, 0, -1:]
         no_drafts = lengths.new_zeros(len(prompts), 0)
         _, self.anchor = verify(self.target.head(last), no_drafts, None, self.sampling, uniforms)
@@ -381,6 +381,15 @@ class Batch:
         for result, token in zip(self.results.values(), self.anchor.tolist()):
             result.append([], token, self.options)
         self._drop_ended()
+
+    def _run_prompts(self, tokens: Tensor, lengths: Tensor, room: int) -> Tensor:
+        """Make the prompts' trunk and memory -> the hidden states (B,1,C) of their last tokens."""
+        taps = self.drafter.config.target_layer_ids if self.drafter else ()
+        self.trunk = self.target.prefill(tokens, lengths, room, taps, checkpoint_every=0)
+        self.memory = None
+        if self.drafter:
+            self.memory = self.drafter.remember(self.trunk, room + self.W + 1, bounded=True)
+        return gather_slots(self.trunk.hidden, lengths[:, None] - 1)
 
     def join(self, prompts: dict[int, list[int]]) -> None:
         """Prompts take the places of texts that have ended."""
@@ -491,7 +500,7 @@ class Batch:
             noise = None if self.noise is None else self._noise_now()
             self.options.watch.round(self.alive, positions, drafts, scored, path, token, noise)
         self.trunk = self.target.commit(self.trunk, tree, scored, path)
-        if self.memory:
+        if self.drafter and self.memory:
             taps = gather_slots(scored.taps, path.clamp(min=0))
             if drafts.shape[1]:
                 self.memory = self.drafter.extend(self.memory, taps, positions)
@@ -603,6 +612,115 @@ def show_progress(bar: tqdm, results: dict[int, Result], count: int, max_new_tok
         bar.update(done - bar.n)
 
 
+# ------------------------------------------------------------------------------------- conversation
+
+
+class Answer(Batch):
+    """A batch of one text, which goes on from a conversation's trunk. The trunk outlives it."""
+
+    def __init__(self, conversation: "Conversation", drafter, prompt: list[int], options: Options):
+        self.trunk = conversation.trunk
+        self.memory = conversation.memory
+        options = replace(options, prompt_ids=[conversation.turn])
+        super().__init__(conversation.target, drafter, {0: prompt}, options)
+
+    def _run_prompts(self, tokens: Tensor, lengths: Tensor, room: int) -> Tensor:
+        """Run what the trunk does not have yet."""
+        start = self.trunk.lengths  # (1,)
+        tap_ids = self.drafter.config.target_layer_ids if self.drafter else ()
+        trunk = replace(self.trunk, tap_ids=tap_ids)
+        new = tokens[:, trunk.width :]
+        self.trunk, hidden, taps = self.target.extend(trunk, new, lengths, room)
+        room += self.W + 1
+        if self.drafter and self.memory:
+            self.memory = self.memory.with_room(tokens.shape[1] + room)
+            self.memory = self.drafter.extend(self.memory, taps, start)
+        elif self.drafter:  # nothing has been run before
+            self.memory = self.drafter.remember(replace(self.trunk, taps=taps), room)
+        return hidden[:, -1:]
+
+    def _select(self, rows: list[int]) -> None:
+        """The only text has ended: nobody goes on, and the trunk stays."""
+
+
+class Conversation:
+    """A text that grows turn by turn. What the target has run of it stays: of a new prompt only the
+    tokens after the longest common prefix are run.
+
+    The trunk has checkpoints, so that it can be cut where a template changes an earlier turn. The
+    drafter's memory is not bounded, because a cut may need what lies before a window."""
+
+    def __init__(self, target: Target, drafter: Drafter | None = None):
+        self.target = target
+        self.drafter = drafter
+        self.turn = 0  # with the seed it decides what is drawn
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.trunk = self.target.empty_trunk(1)
+        self.memory = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the target has run."""
+        return self.trunk.tokens[0, : self.trunk.width].tolist()
+
+    @torch.inference_mode()
+    def answer(self, prompt: list[int], options: Options, draft: bool = True) -> Iterator[Result]:
+        """Continue prompt (token ids), the whole text so far. Yields the result, which grows, after
+        the prefill and after each round; the caller may stop at any of them. draft=False: plain
+        decoding. Raises a ValueError if the prompt leaves no room for a token."""
+        drafter = self.drafter if draft else None
+        space = self.target.config.max_position_embeddings - len(prompt)
+        options = replace(options, max_new_tokens=max(1, min(options.max_new_tokens, space)))
+        if not drafter:
+            options = replace(options, draft_length=0)
+        options.check(self.target, drafter, [prompt])
+        if isinstance(options.draft_length, AutoLength):
+            options.draft_length.start(1)
+        self._cut(prompt, drafter)
+        batch = Answer(self, drafter, prompt, options)
+        self.turn += 1
+        self._keep(batch)
+        yield batch.results[0]
+        while batch.alive:
+            batch.round()
+            self._keep(batch)
+            yield batch.results[0]
+
+    def _cut(self, prompt: list[int], drafter: Drafter | None) -> None:
+        """Cut trunk and memory back to what they share with the prompt, without its last token:
+        that is run in any case, for p_1."""
+        pairs = zip(self.tokens, prompt[:-1])
+        length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self.memory:  # it is behind the trunk after turns without drafts
+            length_of_memory = min(self.memory.width, length)
+            self.memory = replace(self.memory, width=length_of_memory)
+        if drafter and drafter.config.target_layer_ids:
+            length = self.memory.width if self.memory else 0
+        if length < self.trunk.width:
+            self.trunk = self.trunk.cut(torch.full_like(self.trunk.lengths, length))
+
+    def _keep(self, batch: Answer) -> None:
+        self.trunk = batch.trunk
+        if batch.drafter and batch.memory:
+            batch._remember_plain_steps()
+            self.memory = replace(batch.memory, width=batch.trunk.width)
+
+    def plain_speed(self, num_steps: int = 4) -> float:
+        """About how many tokens/s plain decoding gives after this text: a few steps are timed, and
+        nothing of them is kept. NaN where the target's maximum length leaves no room for them."""
+        if self.trunk.width + num_steps + 2 > self.target.config.max_position_embeddings:
+            return math.nan
+        before = (self.trunk, self.memory, self.turn)
+        times = []
+        for _ in self.answer(self.tokens, Options(num_steps + 2), draft=False):
+            times.append(time.perf_counter())
+        self.trunk, self.memory, self.turn = before
+        return num_steps / (times[-1] - times[1])  # the first round warms up
+
+
 # ------------------------------------------------------------------------------------------- lesson
 
 
@@ -663,32 +781,51 @@ def _show_verification(batch: Batch, drafts, p, q, num_accepted: int, token: int
 # ------------------------------------------------------------------------------------- command line
 
 
+TEXTS, DECODING, OUTPUT = "what is continued", "how it is decoded", "what is printed"
+
+
 @dataclass(frozen=True)
 class ServeConfig:
-    target: str = flag("", "the target's folder")
+    target: str = flag("", "the target's folder", "models")
     drafter: str = flag(
-        "", f"the drafter's folder, or {LOOKUP}, which copies from the text; empty: plain decoding"
+        "",
+        f"the drafter's folder, or {LOOKUP}, which copies from the text; empty: plain decoding",
+        "models",
     )
-    prompt: tuple = flag((), "texts to continue")
-    prompts: str = flag("", "a JSONL file of prompts to continue")
-    max_new_tokens: int = flag(200, "tokens to generate per prompt", low=1)
-    temperature: float = flag(0.0, "0 is greedy", low=0)
-    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", low=0)
-    top_p: float = flag(1.0, "sample among the likeliest that make up this share; 1 is off")
+    device: str = flag(DEVICE, DEVICE_TEXT, "models")
+    dtype: str = flag("", "empty: what the target's config names", "models", choices=DTYPES)
+    prompt: tuple = flag((), "texts to continue; in a terminal, without any: a chat", TEXTS)
+    prompts: str = flag("", "a JSONL file of prompts to continue", TEXTS)
+    system: str = flag("", "what the system's turn says, before the user's", TEXTS)
+    raw: bool = flag(False, "continue texts as they are, without the chat template", TEXTS)
+    chat_template_args: str = flag("", TEMPLATE_ARGS, TEXTS)
+    max_new_tokens: int = flag(200, "tokens to generate per prompt or turn", DECODING, low=1)
+    temperature: float = flag(0.0, "0 is greedy", DECODING, low=0)
+    top_k: int = flag(0, "sample among the k likeliest tokens only; 0 is off", DECODING, low=0)
+    top_p: float = flag(1.0, "sample among the likeliest of this share; 1 is off", DECODING)
+    seed: int = flag(0, "of everything drawn", DECODING)
     draft_length: str = flag(
-        AUTO, f"drafts verified per round; 0: all; {AUTO}: as many as pay, plain steps if none does"
+        AUTO,
+        f"drafts verified per round; 0: all; {AUTO}: as many as pay, plain steps if none does",
+        DECODING,
     )
-    batch_size: int = flag(32, "prompts decoded at once", low=1)
-    seed: int = flag(0, "of everything drawn")
-    compare: bool = flag(True, "decode plainly too, for the speed-up and as a check")
-    color: str = flag("auto", "colour accepted drafts", choices=("auto", "always", "never"))
-    chat_template_args: str = flag("", TEMPLATE_ARGS)
-    device: str = flag(DEVICE, DEVICE_TEXT)
-    dtype: str = flag("", "empty: what the target's config names", choices=DTYPES)
+    batch_size: int = flag(32, "prompts decoded at once", DECODING, low=1)
+    compare: bool = flag(True, "decode plainly too, for the speed-up and as a check", OUTPUT)
+    color: str = flag("auto", "colour accepted drafts", OUTPUT, choices=("auto", "always", "never"))
+    jsonl: bool = flag(
+        False,
+        "one JSON record per prompt, or per turn (a line of standard input): prompt, text, tokens "
+        "(ids), finish_reason, rounds, al, seconds (of prompts: an equal share)",
+        OUTPUT,
+    )
 
     NEEDS = (  # flags, what they mean nothing without, whether a config has it
         ("draft_length compare", "--drafter", lambda c: c.drafter),
+        ("batch_size compare", "--prompt or --prompts", lambda c: c.prompt or c.prompts),
+        ("compare color", "no --jsonl", lambda c: not c.jsonl),
         ("top_k top_p", "--temperature above 0", lambda c: c.temperature > 0),
+        ("system chat_template_args", "no --raw", lambda c: not c.raw),
+        ("system", "no --prompts", lambda c: not c.prompts),
     )
 
     def __post_init__(self):
@@ -715,9 +852,10 @@ def open_drafter(name: str, target: Target, tokenizer) -> "Drafter | LookupDraft
     return drafter
 
 
-def read_texts(config: ServeConfig, tokenizer) -> list[str]:
-    """The prompts of the command line, as the target's chat template writes them."""
-    chats = [[{"role": "user", "content": text}] for text in config.prompt]
+def read_chats(config: ServeConfig) -> list[list[dict]]:
+    """The prompts of the command line as conversations whose last turn is the user's."""
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    chats = [[*system, {"role": "user", "content": text}] for text in config.prompt]
     try:
         for messages in read_prompts(config.prompts) if config.prompts else ():
             chats.append(first_turn(messages))
@@ -725,25 +863,28 @@ def read_texts(config: ServeConfig, tokenizer) -> list[str]:
         raise ValueError(f"--prompts {config.prompts}: {error}") from None
     if not chats:
         raise ValueError("nothing to continue: give --prompt TEXT ... or --prompts FILE")
-    return [tokenizer.chat(messages) for messages in chats]
+    return chats
+
+
+def sampling_of(config: ServeConfig) -> Sampling:
+    return Sampling(config.temperature, config.top_k, config.top_p)
 
 
 def draft_length_of(text: str, drafter) -> "int | AutoLength":
     """What --draft-length says, for a drafter or None."""
-    if text != AUTO:
-        return int(text)
-    return AutoLength(drafter.config.num_draft_tokens) if drafter else 0
+    if not drafter:
+        return 0
+    return AutoLength(drafter.config.num_draft_tokens) if text == AUTO else int(text)
 
 
 def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
     """Results and tokens/s, after a short run that warms up."""
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
     options = dict(
-        sampling=sampling,
+        sampling=sampling_of(config),
         seed=config.seed,
         stop_ids=stop_ids,
         batch_size=config.batch_size,
-        draft_length=draft_length_of(config.draft_length if drafter else "0", drafter),
+        draft_length=draft_length_of(config.draft_length, drafter),
     )
     generate(target, drafter, prompts[:1], min(8, config.max_new_tokens), **options)
     begin = time.perf_counter()
@@ -754,31 +895,86 @@ def timed_generate(target, drafter, prompts, config: ServeConfig, stop_ids):
 
 def show_texts(texts, results: list[Result], tokenizer, color: bool, is_plain: bool) -> None:
     for text, result in zip(texts, results):
-        print(f"{'─' * 80}\n{text}{marked(result, tokenizer, color)}")
+        print(f"{'-' * 80}\n{text}{marked(result, tokenizer, color)}")
         al = "" if is_plain or not result.num_rounds else f", AL {result.acceptance_length:.2f}"
         counts = f"{len(result.tokens)} tokens, {result.num_rounds} verifications{al}"
-        print(f"── {counts}, {result.finish_reason}")
-    print("─" * 80)
+        print(f"-- {counts}, {result.finish_reason}")
+    print("-" * 80)
 
 
-def serve(config: ServeConfig) -> None:
+def show_records(chats, results: list[Result], tokenizer, seconds: float) -> None:
+    """One line of JSON per prompt."""
+    for messages, result in zip(chats, results):
+        text = tokenizer.decode(t for t in result.tokens if t not in tokenizer.stop_ids)
+        print(record(messages[-1]["content"], text, result, seconds / len(results)))
+
+
+def converse(config: ServeConfig, target, drafter, tokenizer, color: bool) -> None:
+    """A chat with whoever types, or with another program (--jsonl)."""
+    options = Options(
+        config.max_new_tokens,
+        sampling_of(config),
+        config.seed,
+        frozenset(tokenizer.stop_ids),
+        draft_length=draft_length_of(config.draft_length, drafter),
+    )
+    raw = config.raw or tokenizer.template is None
+    if raw and config.system:
+        raise ValueError(f"--system needs a chat template, and {config.target} has none")
+    conversation = Conversation(target, drafter)
+    chat = Chat(conversation, tokenizer, options, config.system, raw, config.jsonl, color)
+    names = [Path(config.target).name]
+    if drafter:
+        green = " (green: its accepted drafts)" if color else ""
+        names.append(f"drafter {Path(config.drafter).name}{green}")
+    if raw:
+        names.append("each line is continued as text")
+    chat.note(f"{', '.join(names)}. /help lists the commands, Ctrl-D ends.")
+    chat.run(typed_lines())
+
+
+def open_models(config: ServeConfig) -> tuple:
+    """The target, the drafter or None, the tokenizer."""
     if not config.target:
         raise ValueError("--target FOLDER is needed (train.py writes one to runs/toy/target)")
     target = Target.from_pretrained(config.target, config.device, dtype_of(config))
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
     drafter = open_drafter(config.drafter, target, tokenizer) if config.drafter else None
-    for_cpu(target, drafter)
-    texts = read_texts(config, tokenizer)
+    return for_cpu(target, drafter), drafter, tokenizer
+
+
+def serve(config: ServeConfig) -> None:
+    with contextlib.redirect_stdout(sys.stderr if config.jsonl else sys.stdout):
+        target, drafter, tokenizer = open_models(config)
+    be_lenient(sys.stdin, sys.stdout)
+    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = config.color == "always" or config.color == "auto" and is_terminal
+    if not (config.prompt or config.prompts) and (config.jsonl or sys.stdin.isatty()):
+        converse(config, target, drafter, tokenizer, color and not config.jsonl)
+        return
+    chats = read_chats(config)
+    if config.raw:
+        texts = [tokenizer.bos + messages[-1]["content"] for messages in chats]
+    else:
+        texts = [tokenizer.chat(messages) for messages in chats]
     prompts = [tokenizer.encode(text) for text in texts]
     stop_ids = tokenizer.stop_ids
     results, speed = timed_generate(target, drafter, prompts, config, stop_ids)
-    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    color = config.color == "always" or config.color == "auto" and is_terminal
+    if config.jsonl:
+        num_tokens = sum(len(result.tokens) for result in results)
+        show_records(chats, results, tokenizer, num_tokens / speed)
+        return
     show_texts(texts, results, tokenizer, color, is_plain=drafter is None)
     if drafter is None:
         print(f"plain decoding: {speed:.1f} tokens/s")
         return
     print("green" if color else "[in brackets]", "= drafted and accepted, plain = the target's own")
+    compare_with_plain(config, target, prompts, stop_ids, results, speed)
+
+
+def compare_with_plain(config, target, prompts, stop_ids, results, speed: float) -> None:
+    """Print AL and speed, and what plain decoding gives. Raise a ValueError if it gives another
+    greedy text, beyond what rounding does."""
     num_rounds = sum(result.num_rounds for result in results)
     al = sum(result.num_committed for result in results) / max(num_rounds, 1)
     where = f"{num_rounds} verifications, temperature {config.temperature:g}"

@@ -108,6 +108,17 @@ class Trunk:
         chosen = cut(by_slot, by_slot) | dict(lengths=self.lengths[rows], states=states)
         return replace(self, width=width or self.width, **chosen)
 
+    def cut(self, lengths: Tensor) -> "Trunk":
+        """The first `lengths` (B,) tokens of each row. Where layers are linear, their states are
+        replayed, which needs checkpoints (checkpoint_every above 0)."""
+        if any("tail_start" in state for state in self.states):
+            raise ValueError("this trunk keeps recurrent state only at its end, it cannot be cut")
+        states = [
+            state | replay.cut_checkpoints(state, lengths - 1) if "states" in state else state
+            for state in self.states
+        ]
+        return replace(self, lengths=lengths, states=states, width=int(lengths.max()))
+
     def for_drafter(self) -> "Trunk":
         """Only tokens, lengths and taps: all that a drafter reads."""
         return replace(self, states=[], hidden=None)
@@ -170,32 +181,57 @@ class Target(nn.Module):
         room: slots that commits may fill without copying. tap_ids: layers to tap, by default the
         target's own. checkpoint_every: tokens between recurrent states kept, so that a tree may
         hang anywhere; None: replay.checkpoint_spacing; 0: only the last state, for decoding."""
-        if checkpoint_every is None:
-            itemsize = self.lm_head.weight.element_size()
-            checkpoint_every = replay.checkpoint_spacing(self.config, itemsize)
         B, T = tokens.shape
-        if chunk is None:
-            chunk = PREFILL_TOKENS_ON_GPU if tokens.is_cuda else PREFILL_TOKENS
         shortest, longest = torch.stack(lengths.aminmax()).tolist()  # one wait for a GPU
         if lengths.shape != (B,) or shortest < 1 or longest > T:
             raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {(B, T)}")
-        if chunk < 1 or checkpoint_every < 0:
+        if (chunk or 1) < 1 or (checkpoint_every or 0) < 0:
             raise ValueError(f"chunk {chunk}, checkpoint_every {checkpoint_every}: too small")
+        trunk = self.empty_trunk(B, tap_ids, checkpoint_every)
+        trunk, hidden, taps = self.extend(trunk, tokens, lengths, room, chunk)
+        return replace(trunk, width=longest, hidden=hidden, taps=taps)
+
+    def empty_trunk(self, B: int, tap_ids=None, checkpoint_every: int | None = None) -> Trunk:
+        """A trunk of B rows without tokens, for `extend`. Arguments as in `prefill`."""
+        if checkpoint_every is None:
+            itemsize = self.lm_head.weight.element_size()
+            checkpoint_every = replay.checkpoint_spacing(self.config, itemsize)
         tap_ids = self.tap_ids if tap_ids is None else tuple(tap_ids)
-        nothing_run = torch.zeros_like(lengths)
-        cache = with_room(tokens.clone(), T + room)
-        trunk = Trunk(cache, nothing_run, [], tap_ids, 0, checkpoint_every=checkpoint_every)
+        lengths = torch.zeros(B, dtype=torch.long, device=self.lm_head.weight.device)
+        tokens = lengths.new_zeros(B, 0)
+        return Trunk(tokens, lengths, [], tap_ids, 0, checkpoint_every=checkpoint_every)
+
+    @torch.no_grad()
+    def extend(
+        self, trunk: Trunk, tokens: Tensor, lengths: Tensor, room: int = 0, chunk: int | None = None
+    ) -> tuple[Trunk, Tensor, Tensor | None]:
+        """Run more tokens (B,T), right-padded, on a trunk whose rows are all of one length -> the
+        trunk of then lengths (B,) tokens, hidden (B,T,C) and taps (B,T,·) of the new tokens.
+
+        As `commit`, it writes in place where there is room. The new trunk keeps neither hidden
+        states nor taps. room, chunk: as in `prefill`."""
+        start, T = trunk.width, tokens.shape[1]
+        if chunk is None:
+            chunk = PREFILL_TOKENS_ON_GPU if tokens.is_cuda else PREFILL_TOKENS
+        size = start + T + room
+        cache = with_room(trunk.tokens, size)
+        cache[:, start : start + T] = tokens
+        states = []
+        for state in trunk.states:
+            names = replay.positional_names(state)
+            states.append(state | {name: with_room(state[name], size) for name in names})
+        trunk = replace(trunk, tokens=cache, states=states, hidden=None, taps=None)
         outputs, tapped = [], []
         for part in tokens.split(chunk, 1):
             trunk, hidden, taps = self._run_part(trunk, part, lengths)
             outputs.append(hidden)
             tapped.append(taps)
-        taps = torch.cat(tapped, 1) if tap_ids else None
-        return replace(trunk, width=longest, hidden=torch.cat(outputs, 1), taps=taps)
+        taps = torch.cat(tapped, 1) if trunk.tap_ids else None
+        return trunk, torch.cat(outputs, 1), taps
 
     def _run_part(self, trunk: Trunk, tokens: Tensor, lengths: Tensor) -> tuple:
-        """Run the next n tokens (B,n) of a prefill; those after lengths (B,) are padding -> the
-        longer trunk, hidden (B,n,C), taps."""
+        """Run the next n tokens (B,n); those after lengths (B,) are padding -> the longer trunk,
+        hidden (B,n,C), taps."""
         B, n = tokens.shape
         start = trunk.width
         numbers = torch.arange(n, device=tokens.device)

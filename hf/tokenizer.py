@@ -105,11 +105,16 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """Return the text of any ids; those that are no token stand for no text."""
+        return self.bytes_of(ids).decode("utf-8", errors="replace")
+
+    def bytes_of(self, ids) -> bytes:
+        """Return the text of any ids as UTF-8, which may begin or end in the middle of a
+        character."""
         pieces = []
         for i in ids:
             with contextlib.suppress(KeyError, OverflowError):
                 pieces.append(self.encoding.decode_single_token_bytes(int(i)))
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        return b"".join(pieces)
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True, **options) -> str:
         """Return a conversation as the model's template writes it; without a template, its texts

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 CONCEPTS = ("tree", "replay", "model", "target", "drafter", "loss", "serve", "train")
 DOORS = ("hf", "support", "lab")
 LAYERS = [  # a module imports from lower layers, or from its own entry here
-    ("hf", "support.files", "support.flags", "support.cpu", "support.gpu", "support.partings"),
+    ("hf", *(f"support.{name}" for name in ("chat", "cpu", "files", "flags", "gpu", "partings"))),
     *((name,) for name in CONCEPTS[:7]),
     ("support",),
     ("train",),
