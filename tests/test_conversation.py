@@ -11,8 +11,8 @@ import torch
 
 import replay
 import serve
-from drafter import PLAIN
-from serve import Conversation, Options, generate
+from drafter import PLAIN, LookupDrafter
+from serve import AutoLength, Conversation, Options, generate
 from small import ARCHS, DRAFTERS, random_tokens, small_drafter, small_target, state_gap
 from target import Target
 from tree import build_tree, with_room
@@ -166,6 +166,25 @@ def test_each_answer_equals_that_of_a_fresh_run_on_the_whole_text(arch, variant)
             assert gap_to_fresh(target, conversation.trunk, [conversation.tokens]) < LIMIT
         assert conversation.tokens[: len(text)] == text
     assert "length" in finished
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_drafts_by_lookup_and_an_automatic_length_change_no_answer(arch):
+    target = small_target(arch=arch)
+    for drafter in (LookupDrafter(), small_drafter(target)):
+        length = AutoLength(drafter.config.num_draft_tokens)
+        options = Options(17, stop_ids=frozenset({5}), draft_length=length)
+        conversation = Conversation(target, drafter)
+        for text, result, is_partial in talk(conversation, options, seed=2):
+            (fresh,) = generate(target, None, [text], 17, stop_ids={5})
+            assert result.tokens == fresh.tokens[: len(result.tokens) if is_partial else None]
+            memory = conversation.memory
+            if memory and memory.width == conversation.trunk.width:  # plain steps are in it, too
+                tokens = torch.tensor([conversation.tokens])
+                wanted = drafter.remember(target.prefill(tokens, torch.tensor([memory.width])))
+                for layer, other in zip(memory.layers, wanted.layers):
+                    gap = layer.keys_values[:, : memory.width] - other.keys_values
+                    assert gap.abs().max() < 1e-4 * other.keys_values.abs().max()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
