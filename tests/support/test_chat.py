@@ -152,6 +152,8 @@ def test_a_raw_conversation_is_one_text_and_an_empty_line_lets_it_go_on(small, t
 @contextlib.contextmanager
 def ctrl_c_in_the_third_round(monkeypatch, times: int):
     honest = serve.Answer.round
+    # a test run in the background may have been started with Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(batch):
         for _ in range(times * (batch.num_rounds == 2)):
@@ -160,7 +162,10 @@ def ctrl_c_in_the_third_round(monkeypatch, times: int):
 
     with monkeypatch.context() as patch:
         patch.setattr(serve.Answer, "round", interrupted)
-        yield
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_ends_the_answer_and_what_was_committed_stays(
