@@ -211,9 +211,10 @@ class AutoLength:
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round of a text counts, beside the one after it
     PRIOR = 16.0  # rounds that the mean of all texts counts as much as
+    CLEARLY = 1.03  # better than what is used
     NEARLY = 0.8  # as good as the best
     # rounds before another number is tried: at first, later if one is nearly as good, if none is
-    WAITS = (16, 32, 128)
+    WAITS = (16, 64, 128)
 
     def __init__(self, W: int, clock=time.perf_counter):
         self.W = W
@@ -254,6 +255,8 @@ class AutoLength:
         tokens = len(texts) + numpy.append(0.0, self._survival(texts).sum(0).cumsum())
         speeds = tokens / seconds
         best = int(speeds.argmax())
+        if self.best is not None and speeds[best] < self.CLEARLY * speeds[self.best]:
+            best = self.best
         if best != self.best:
             self.best = best
             self.wait = self.WAITS[0]
@@ -261,10 +264,13 @@ class AutoLength:
         if self.num_rounds < self.next_trial:
             return best
         # of the numbers that are nearly as good, the one that has not been used for longest
-        near = [n for n in self._all if n != best and speeds[n] > self.NEARLY * speeds[best]]
+        others = [n for n in self._all if n != best]
+        near = [n for n in others if speeds[n] > self.NEARLY * speeds[best]]
         self.wait = min(2 * self.wait, self.WAITS[1 if near else 2])
         self.next_trial = self.num_rounds + self.wait
-        return min(near, key=self.last_round.__getitem__) if near else int(speeds.argsort()[-2])
+        if near:
+            return min(near, key=self.last_round.__getitem__)
+        return max(others, key=speeds.__getitem__)
 
     @property
     def _all(self) -> range:
