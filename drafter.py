@@ -324,8 +324,11 @@ class LayerMemory:
         return last - (last - torch.arange(S, device=lengths.device)) % S
 
     def write(self, new: Tensor, positions: Tensor) -> None:
-        slots = positions % self.keys_values.shape[1] if self.is_ring else positions
-        write_slots(self.keys_values, new, slots)
+        """Write new (B,P,...) at positions (B,P), which follow one another."""
+        S = self.keys_values.shape[1]
+        if self.is_ring:  # no slot twice in one write: which of two wins is not defined
+            new, positions = new[:, -S:], positions[:, -S:] % S
+        write_slots(self.keys_values, new, positions)
 
 
 @dataclass

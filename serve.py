@@ -211,6 +211,7 @@ class AutoLength:
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round of a text counts, beside the one after it
     PRIOR = 16.0  # rounds that the mean of all texts counts as much as
+    PLAIN_STEPS = 8  # that are decided on at once
     CLEARLY = 1.03  # better than what is used
     NEARLY = 0.8  # as good as the best
     # rounds before another number is tried: at first, later if one is nearly as good, if none is
@@ -227,6 +228,7 @@ class AutoLength:
         self.best = None
         self.once_more = None  # the number that the next round verifies, too
         self.wait = self.next_trial = self.WAITS[0]
+        self.plain_until = 0
         self.start(0)
 
     def start(self, num_texts: int) -> None:
@@ -235,9 +237,13 @@ class AutoLength:
 
     def choose(self, texts: list[int]) -> int:
         """How many drafts the next round of these texts verifies."""
+        if self.num_rounds < self.plain_until:
+            return 0
         timed = self._timed(len(texts))
         if self.once_more is None:
             n = self._choose(texts, timed)
+            if n == self.best == 0:  # plain steps teach nothing about drafts
+                self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
             # after a change the first round is slow: a second one tells more
             self.once_more = None if n == self.best else n
             return n

@@ -121,7 +121,7 @@ class PackedLinear(nn.Linear):
         self.packed_version = self._version()
 
     def _version(self) -> tuple[int, int]:
-        """Another one once the weight was moved, replaced or changed."""
+        """Another one once the weight was moved, replaced or changed (but through `.data`)."""
         weight = self.weight
         return weight.data_ptr(), weight._version
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import plain_drafters
-from drafter import Drafter, Sampling, draw, previous_tokens
+from drafter import Drafter, LayerMemory, Sampling, draw, previous_tokens
 from small import DRAFTERS, SMALL, random_tokens, reconfigure, small_drafter, small_target
 from support.gpu import chunk_elements
 from target import default_taps
@@ -475,3 +475,18 @@ def test_mask_equal_to_a_stop_id_is_an_error(target, drafter):
     full.num_tokens = SMALL["vocab_size"]
     with pytest.raises(ValueError, match="spare row"):
         Drafter.fresh(full)
+
+
+def test_a_ring_that_is_given_more_than_it_holds_keeps_the_last():
+    S, P, start = 24, 200, 5
+    positions = start + torch.arange(P)[None]
+    new = positions[..., None, None, None].float().expand(1, P, 2, 4, 64)  # many: torch splits it
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ring = LayerMemory(torch.zeros(1, S, 2, 4, 64), is_ring=True)
+        ring.write(new, positions)
+    finally:
+        torch.set_num_threads(threads)
+    wanted = ring.positions(torch.tensor([start + P]))
+    assert (ring.keys_values == wanted[..., None, None, None]).all()
