@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 from hf.files import read_json
-from lab.claims import ARCHS, SAME_TIME, Arm, table
+from lab.claims import ARCHS, Arm, table
 from lab.common import new_figure
 from support.files import atomic_write
 from support.flags import flag
@@ -96,7 +96,7 @@ def al_curves(record: dict) -> dict:
     curves = {}
     for arm, by_seed in record["arms"].items():
         rows = [numpy.array(seed["curve"]["al"]) for seed in by_seed.values()]
-        if arm != "start" and SAME_TIME not in arm and all(len(row) > 1 for row in rows):
+        if arm != "start" and arm in COLOURS and all(len(row) > 1 for row in rows):
             als = {t: numpy.stack([row[:, 2 + i] for row in rows], 1) for i, t in enumerate((0, 1))}
             curves[arm] = (rows[0][:, 0], numpy.mean([row[:, 1] for row in rows], 0), als)
     return curves

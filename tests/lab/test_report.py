@@ -28,6 +28,7 @@ def seed_of(lift: float) -> dict:
 
 def study_record(name: str, **changes) -> dict:
     lifts = {"start": 0.0, "ce": 0.1, "e2e": 0.3, "specopd": 0.5, "e2e, same time": 0.4}
+    lifts["ce, own rate"] = 0.2
     arms = {arm: {"20": seed_of(x), "21": seed_of(x + 0.1)} for arm, x in lifts.items()}
     return {"study": name, "arms": arms} | MADE_BY | changes
 
