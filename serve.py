@@ -210,7 +210,7 @@ class AutoLength:
 
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round of a text counts, beside the one after it
-    PRIOR = 16.0  # rounds that the mean of all texts counts as much as
+    PRIOR = 64.0  # rounds that the mean of all texts counts as much as
     PLAIN_STEPS = 8  # that are decided on at once
     CLEARLY = 1.03  # better than what is used
     NEARLY = 0.8  # as good as the best

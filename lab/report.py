@@ -86,9 +86,15 @@ def check_one_version(records: dict[str, dict]) -> str:
 
 def save(figure, folder: Path, name: str) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.94 if figure.legends else 1))
     figure.savefig(folder / f"{name}.png", dpi=100)
     return [f"![{name}](pictures/{name}.png)", ""]
+
+
+def legend_above(figure, axis) -> None:
+    """One legend for all axes, above them."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=8)
 
 
 def al_curves(record: dict) -> dict:
@@ -115,7 +121,7 @@ def draw_al(records: dict, folder: Path, against: str) -> list[str]:
                 low, high = als[t].min(1), als[t].max(1)
                 axis.fill_between(xs, low, high, alpha=0.15, color=COLOURS[arm])
                 axis.set(title=f"{arch}, T = {t}", xlabel=against, ylabel="" if column else "AL")
-    axes[0][0].legend(fontsize=8)
+    legend_above(figure, axes[0][0])
     return save(figure, folder, f"al-against-{against}")
 
 
@@ -131,7 +137,7 @@ def draw_survival(records: dict, folder: Path) -> list[str]:
                 axes[row][column].plot(range(1, len(shares) + 1), shares, **style)
                 title = f"{arch}, T = {t}"
                 axes[row][column].set(title=title, xlabel="draft", ylabel="" if column else "kept")
-    axes[0][0].legend(fontsize=8)
+    legend_above(figure, axes[0][0])
     return save(figure, folder, "survival")
 
 
