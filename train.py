@@ -23,7 +23,7 @@ it in three ways for the same number of steps from the same start, and measure t
 (AL) by real decoding on held-out prompts. Every stage is kept in --out and done once; a run that
 was stopped goes on.
 
-    python train.py                       the story (15 to 20 minutes on one CPU core)
+    python train.py                       the story (about 11 minutes on one CPU core)
     python train.py --preset smoke        the same in seconds, too short to learn much
     python train.py --lesson              one SpecOPD step on one reference, in numbers
     python train.py --mode specopd --target FOLDER --drafter FOLDER --out runs/mine
