@@ -904,7 +904,6 @@ class LookupDrafter:
     (prompt lookup). Its q is one-hot, so a draft y is accepted with probability p(y)."""
 
     LONGEST = 3  # tokens that are looked up; if they are new, one token less, down to one
-    has_confidence = False
 
     def __init__(self, config: LookupConfig | None = None):
         self.config = config or LookupConfig()

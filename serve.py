@@ -610,18 +610,18 @@ def generate(
                 if batch.keeps_places and num_free > SHARE_THAT_JOINS * len(batch.prompt_of_row):
                     batch.join(next_prompts(num_free))
                     batch.keeps_places = bool(waiting)
-                show_progress(bar, results | batch.results, len(prompts), max_new_tokens)
+                if options.progress:
+                    show_progress(bar, results | batch.results, len(prompts), max_new_tokens)
             results |= batch.results
     return [results[number] for number in range(len(prompts))]
 
 
 def show_progress(bar: tqdm, results: dict[int, Result], count: int, max_new_tokens: int) -> None:
     """Move a bar to the tokens that there are; texts that ended early will not have more."""
-    if not bar.disable:
-        done = sum(len(result.tokens) for result in results.values())
-        ended = [len(r.tokens) for r in results.values() if r.finish_reason]
-        bar.total = sum(ended) + (count - len(ended)) * max_new_tokens
-        bar.update(done - bar.n)
+    done = sum(len(result.tokens) for result in results.values())
+    ended = [len(r.tokens) for r in results.values() if r.finish_reason]
+    bar.total = sum(ended) + (count - len(ended)) * max_new_tokens
+    bar.update(done - bar.n)
 
 
 # ------------------------------------------------------------------------------------- conversation

@@ -167,11 +167,8 @@ class Trace:
 
 def piece(tokenizer: Tokenizer, token_id: int) -> str:
     r"""A token's text. A byte that is no whole character is written as \xe2."""
-    try:
-        data = tokenizer.encoding.decode_single_token_bytes(token_id)
-    except KeyError:
-        return f"<{token_id}>"  # an id without a token
-    return data.decode(errors="backslashreplace")
+    data = tokenizer.bytes_of([token_id])  # of an id without a token: nothing
+    return data.decode(errors="backslashreplace") if data else f"<{token_id}>"
 
 
 def decoding_data(config: Config) -> dict:
