@@ -488,10 +488,10 @@ class Proposal:
     """K branches of W tokens at each anchor, and what they were drawn from."""
 
     tokens: Tensor  # (B, A, K, W)
-    hidden: Tensor  # (B, A, 1, W, C), with gradient if there was one
+    hidden: Tensor | None  # (B, A, 1, W, C), with gradient if there was one; None: looked up
     anchor_tokens: Tensor  # (B, A)
     sampling: Sampling
-    drafter: "Drafter"
+    drafter: "Drafter | LookupDrafter"
     q_probs: Tensor | None = None  # (B, A, K or 1, W, V) that `draw` drew from, if asked for
 
     @property
@@ -912,7 +912,8 @@ class LookupDrafter:
         """It needs no memory: the trunk's tokens are all it reads."""
 
     def propose(self, trunk: Trunk, anchors: Tensor, **_) -> Proposal:
-        """Drafts (B,1,1,W) after the anchors (B,1), -1 where the anchor's token is new."""
+        """Drafts (B,1,1,W) after the anchors (B,1), at 1 or later; all -1 where the anchor's token
+        is new. Nothing else is read."""
         tokens = trunk.tokens
         anchors = anchors[:, 0]
         slots = torch.arange(tokens.shape[1], device=tokens.device)

@@ -367,8 +367,9 @@ def _branches(terms, rows: Rows, heads: Heads, temperature: float, decay: float)
 class Blocks:
     """Blocks along B texts and what the target said of them: all that a step learns from.
 
-    They are the text itself after its anchors, the branches of a proposal tree, or the rounds of
-    a decoding (then K = 1, and A is the largest number of rounds)."""
+    They are the text itself after its anchors, the branches of a proposal tree (the last of the K
+    may be the text), or the rounds of a decoding (then K = 1, and A is the largest number of
+    rounds)."""
 
     trunk: Trunk  # tokens, lengths and taps, nothing else
     anchors: Tensor  # (B, A), -1 = absent

@@ -113,7 +113,8 @@ def advance_state(
 
 
 def head_by_head(k: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., N, H_k or H, D) -> (..., H, N, D), and g (..., H, N)."""
+    """k (..., N, H_k, D_k), u (..., N, H, D_v), g (..., N, H) -> the same with H before N, and k
+    repeated to H heads."""
     k = expand_heads(k, u.shape[-2])
     return k.transpose(-2, -3), u.transpose(-2, -3), g.mT
 
@@ -233,6 +234,7 @@ def replay_states(past: dict, positions: Tensor, longest: int | None = None) -> 
     slots = slots.clamp(0, past["k"].shape[1] - 1)
     B, H, H_k = len(slots), past["u"].shape[2], past["k"].shape[2]
     rows = torch.arange(B, device=slots.device)[:, None, None, None]
+    # head by head at once: else a gather, a repeat and a transpose would each copy k
     heads = torch.arange(H, device=slots.device)[:, None]
     k = past["k"][rows, slots, heads // (H // H_k)]  # (B, P, H, n, D_k)
     u, g = (past[name][rows, slots, heads] for name in ("u", "g"))
@@ -240,8 +242,8 @@ def replay_states(past: dict, positions: Tensor, longest: int | None = None) -> 
 
 
 def cut_checkpoints(past: dict, last: Tensor) -> dict:
-    """The checkpoints of a trunk that is cut back to its tokens up to positions last (B,), -1: none
-    is left. Kept are those before it, and the state after it."""
+    """The checkpoints of a trunk that is cut so that it ends with position last (B,), -1: it is
+    empty. Kept are those before that position, and the state after it."""
     is_before = past["after"] < last[:, None]  # (B, M)
     M = int(is_before.any(0).sum()) + 1  # checkpoints come in order
     state = replay_states(past, last[:, None])  # (B, 1, H, D_k, D_v)

@@ -12,7 +12,9 @@ reads: accept while y_k is the target's argmax. Plain decoding is the same loop 
 
 Acceptance length (AL) = tokens committed per verification, the bonus or corrected token included.
 The token that prefill commits is not counted. A round counts up to its stop token; max_new_tokens
-cuts the text, not the count.
+cuts the text, not the count. A round may verify fewer drafts, n <= W, or none (AutoLength): such
+rounds count, too, so train.py's AL is that of --draft-length 0. When texts end, the next prompts
+take their places (Batch.join).
 
     python serve.py              a lesson: two rounds with all their numbers
     python serve.py --target runs/toy/target --drafter runs/toy/specopd --prompt "def main("
@@ -64,7 +66,7 @@ SLOTS_ON_GPU = 128
 SHARE_ENDED_ON_GPU = 0.25
 AUTO = "auto"  # of --draft-length
 LOOKUP = "lookup"  # of --drafter
-SHARE_THAT_JOINS = 0.1  # of a batch: others are prefilled once more than that has ended
+SHARE_THAT_JOINS = 0.1  # of a batch's rows: once more has ended, the next prompts join
 
 
 @dataclass
@@ -116,7 +118,8 @@ class Options:
     seed: int = 0
     stop_ids: frozenset = frozenset()
     batch_size: int = 32  # prompts decoded at once
-    # drafts verified per round; 0: all that the drafter proposes; an AutoLength decides by itself
+    # drafts verified per round; 0: all that the drafter proposes. An AutoLength decides by itself;
+    # its 0, and that of Batch.draft, is none.
     draft_length: "int | AutoLength" = 0
     watch: object = None  # is told of the prefill, proposals and rounds, see train.Recorder
     prompt_ids: list[int] | None = None  # numbers of the prompts in a larger set; they seed draws
@@ -129,7 +132,11 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         W = drafter.config.num_draft_tokens if drafter else 0
         length = self.draft_length
-        if length != 0 and not (drafter and (isinstance(length, AutoLength) or 0 < length <= W)):
+        if isinstance(length, AutoLength):
+            fits = drafter and length.W == W
+        else:
+            fits = length == 0 or 0 < length <= W
+        if not fits:
             limit = f"the drafter proposes {W} tokens" if drafter else "there is no drafter"
             raise ValueError(f"draft_length is {length}: {limit} (0 verifies all)")
         limit = target.config.max_position_embeddings
@@ -203,19 +210,19 @@ class AutoLength:
 
         (rows + sum over rows and k <= n of S_k) / seconds of a round that verifies n
 
-    S_k, how often the first k drafts survive, is counted for each text and shrunk to the mean of
-    all texts. Seconds are of real rounds. n = 0 is a plain step, without a drafter. Now and
+    S_k, how often the first k drafts survived lately, is counted for each text and shrunk to the
+    mean of all texts. Seconds are of real rounds. n = 0 is a plain step, without a drafter. Now and
     then another n is tried. n is decided before a round drafts, so the text keeps the
     target's distribution; which of its texts is drawn depends on the clock, too."""
 
     RECENT = 9  # rounds whose seconds count
-    MEMORY = 0.98  # how much an older round of a text counts, beside the one after it
-    PRIOR = 64.0  # rounds that the mean of all texts counts as much as
+    MEMORY = 0.98  # how much an older round counts, beside the one after it
+    PRIOR = 8.0  # the mean of all texts weighs as much as so many rounds of a text
     PLAIN_STEPS = 8  # that are decided on at once
     CLEARLY = 1.03  # better than what is used
     NEARLY = 0.8  # as good as the best
-    # rounds before another number is tried: at first, later if one is nearly as good, if none is
-    WAITS = (16, 64, 128)
+    TRIALS_COST = 0.01  # of the speed: so much is spent on rounds with other numbers
+    WAITS = (16, 256)  # rounds between two trials, at least and at most
 
     def __init__(self, W: int, clock=time.perf_counter):
         self.W = W
@@ -227,9 +234,12 @@ class AutoLength:
         self.last_round = [0] * (W + 1)  # that verified n
         self.best = None
         self.once_more = None  # the number that the next round verifies, too
-        self.wait = self.next_trial = self.WAITS[0]
+        self.next_trial = self.WAITS[0]
         self.plain_until = 0
         self.start(0)
+
+    def __repr__(self) -> str:
+        return f"AutoLength({self.W})"
 
     def start(self, num_texts: int) -> None:
         """New texts 0, 1, ... are decoded; what was learned stays."""
@@ -239,25 +249,25 @@ class AutoLength:
         """How many drafts the next round of these texts verifies."""
         if self.num_rounds < self.plain_until:
             return 0
-        timed = self._timed(len(texts))
-        if self.once_more is None:
-            n = self._choose(texts, timed)
-            if n == self.best == 0:  # plain steps teach nothing about drafts
-                self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
-            # after a change the first round is slow: a second one tells more
-            self.once_more = None if n == self.best else n
+        if self.once_more is not None:
+            n, self.once_more = self.once_more, None
             return n
-        n, self.once_more = self.once_more, None
+        timed = self._timed(len(texts))
+        for n in (self.W, 0):
+            if n not in timed:
+                self.once_more = n  # after a change the first round is slow: a second tells more
+                return n
+        n = self._choose(texts, timed)
+        if n == self.best == 0:  # plain steps teach nothing about drafts
+            self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
         return n
 
     def _choose(self, texts: list[int], timed: dict) -> int:
-        for n in (self.W, 0):
-            if n not in timed:
-                return n
         # the lower quartile, because other work on the machine only slows a round down
-        lows = [sorted(timed[n])[len(timed[n]) // 4] if n in timed else 0 for n in self._all]
-        # a number that was never tried is hoped to cost no more than fewer drafts do
-        seconds = numpy.maximum.accumulate(lows)
+        known = {n: sorted(times)[len(times) // 4] for n, times in timed.items()}
+        # drafting is guessed to take half of what a whole round takes more than a plain step
+        guesses = {1: max(known[0], (known[0] + known[self.W]) / 2)} | known
+        seconds = numpy.interp(self._all, *zip(*sorted(guesses.items())))
         tokens = len(texts) + numpy.append(0.0, self._survival(texts).sum(0).cumsum())
         speeds = tokens / seconds
         best = int(speeds.argmax())
@@ -265,31 +275,38 @@ class AutoLength:
             best = self.best
         if best != self.best:
             self.best = best
-            self.wait = self.WAITS[0]
-            self.next_trial = min(self.next_trial, self.num_rounds + self.wait)
+            self.next_trial = min(self.next_trial, self.num_rounds + self.WAITS[0])
         if self.num_rounds < self.next_trial:
             return best
-        # of the numbers that are nearly as good, the one that has not been used for longest
-        others = [n for n in self._all if n != best]
-        near = [n for n in others if speeds[n] > self.NEARLY * speeds[best]]
-        self.wait = min(2 * self.wait, self.WAITS[1 if near else 2])
-        self.next_trial = self.num_rounds + self.wait
+        return self._trial(speeds, seconds)
+
+    def _trial(self, speeds: numpy.ndarray, seconds: numpy.ndarray) -> int:
+        """Another number than the best: of those that are nearly as good the one that has not been
+        used for longest. The more it costs, the later is the next trial."""
+        others = [n for n in self._all if n != self.best]
+        near = [n for n in others if speeds[n] > self.NEARLY * speeds[self.best]]
         if near:
-            return min(near, key=self.last_round.__getitem__)
-        return max(others, key=speeds.__getitem__)
+            n = self.once_more = min(near, key=self.last_round.__getitem__)
+        else:
+            n = max(others, key=speeds.__getitem__)
+        # in rounds of the best
+        lost = (1 - speeds[n] / speeds[self.best]) * seconds[n] / seconds[self.best]
+        wait = (2 if near else 1) * lost / self.TRIALS_COST
+        self.next_trial = self.num_rounds + int(numpy.clip(wait, *self.WAITS))
+        return n
 
     @property
     def _all(self) -> range:
         return range(self.W + 1)
 
     def _timed(self, rows: int) -> dict:
-        """The seconds of rounds with about so many rows; at first those of the nearest number."""
+        """{n: seconds of the last rounds} with about so many rows; of an n that these have not
+        verified, those of the nearest number of rows."""
         size = 1 << (rows - 1).bit_length()
-        if size not in self.timed:
-            nearest = min(self.timed, key=lambda other: abs(other - size), default=None)
-            known = self.timed.get(nearest, {})
-            self.timed[size] = {n: deque(x, self.RECENT) for n, x in known.items()}
-        return self.timed[size]
+        timed = {}
+        for other in sorted(self.timed, key=lambda other: abs(other - size), reverse=True):
+            timed |= self.timed[other]
+        return timed
 
     def _survival(self, texts: list[int]) -> numpy.ndarray:
         """S_1..S_W of each text (B,W)."""
@@ -299,7 +316,8 @@ class AutoLength:
 
     def learn(self, texts: list[int], n: int, judged, accepted, seconds: float) -> None:
         """Of a round that verified n drafts at most: how many were judged and accepted per text."""
-        self._timed(len(texts)).setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
+        timed = self.timed.setdefault(1 << (len(texts) - 1).bit_length(), {})
+        timed.setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
         self.num_rounds += 1
         self.last_round[n] = self.num_rounds
         if n == 0:
@@ -309,7 +327,7 @@ class AutoLength:
         reached = numbers <= numpy.minimum(accepted + 1, judged)
         new = numpy.stack([numbers <= accepted, reached], 1)  # (B, 2, W)
         self.of_text[texts] = self.MEMORY * self.of_text[texts] + new
-        self.counts += new.sum(0)
+        self.counts = self.MEMORY * self.counts + new.sum(0)
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -327,7 +345,7 @@ class Batch:
         prompts: dict[int, list[int]],  # by number
         options: Options,
         longest: int = 0,  # tokens of the longest prompt that may join
-        keeps_places: bool = False,  # of texts that end: others will join
+        keeps_places: bool = False,  # rows of ended texts stay, for others to join
     ):
         self.target = target
         self.drafter = drafter
@@ -343,6 +361,7 @@ class Batch:
         device = target.lm_head.weight.device
         # (B,) bool on the device: this row's text goes on
         self.row_is_alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        # (B,) num_rounds when a row's text joined: from there it counts its own rounds
         self.joined_at = torch.zeros(len(prompts), dtype=torch.long, device=device)
         on_gpu = device.type == "cuda"
         self.slots_at_once = SLOTS_ON_GPU if on_gpu else 1
@@ -415,13 +434,14 @@ class Batch:
             self.prompt_of_row[place] = new.prompt_of_row[row]
         rows = torch.tensor(comes, dtype=torch.long, device=self.anchor.device)
         places = torch.tensor(ended[: len(comes)], dtype=torch.long, device=self.anchor.device)
-        for own, other in zip(self._tensors(), new._tensors()):
+        for own, other in zip(self._tensors(), new._tensors(), strict=True):
             own[places] = other[rows]
         self.joined_at[places] = self.num_rounds
         self._drop_ended()
 
     def _tensors(self) -> list[Tensor]:
-        """All that has a row for each text."""
+        """What a row takes along when it joins, always in the same order. Not here: joined_at,
+        which join sets, and plain_taps, which are remembered before."""
         tensors = [self.anchor, self.row_is_alive, self.trunk.tokens, self.trunk.lengths]
         tensors += [tensor for state in self.trunk.states for tensor in state.values()]
         if self.memory:
@@ -449,7 +469,8 @@ class Batch:
         return drafts, q, scored, num_accepted, token
 
     def draft(self, n: int) -> tuple[Tensor, Tensor | None]:
-        """1. At most n drafts (B,n) after the anchors, and what they were drawn from (B,n,V)."""
+        """1. Write the anchors into the trunk's tokens; then at most n drafts (B,n) after them, and
+        what they were drawn from (B,n,V), None if greedy, looked up or n = 0."""
         positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
         self.trunk.tokens.scatter_(1, positions, self.anchor[:, None])
         if not self.drafter or n == 0:
@@ -471,7 +492,8 @@ class Batch:
             self.options.watch.draft(proposal)
         q = proposal.q_probs
         if isinstance(self.drafter, LookupDrafter):
-            n = min(n, int((proposal.tokens >= 0).sum(-1).max()))  # mostly there is nothing
+            found = (proposal.tokens[:, 0, 0, 0] >= 0) & self.row_is_alive
+            n = n if found.any() else 0  # mostly there is nothing
         return proposal.tokens[:, 0, 0, :n], None if q is None else q[:, 0, 0, :n]
 
     def _remember_plain_steps(self) -> None:
@@ -647,7 +669,7 @@ class Answer(Batch):
         if self.drafter and self.memory:
             self.memory = self.memory.with_room(tokens.shape[1] + room)
             self.memory = self.drafter.extend(self.memory, taps, start)
-        elif self.drafter:  # nothing has been run before
+        elif self.drafter:  # the first turn, or a drafter without a memory
             self.memory = self.drafter.remember(replace(self.trunk, taps=taps), room)
         return hidden[:, -1:]
 
@@ -665,13 +687,14 @@ class Conversation:
     def __init__(self, target: Target, drafter: Drafter | None = None):
         self.target = target
         self.drafter = drafter
-        self.turn = 0  # with the seed it decides what is drawn
+        self.turn = 0  # with the seed it decides what is drawn; reset keeps it
         self.reset()
 
     def reset(self) -> None:
         """Forget the text."""
         self.trunk = self.target.empty_trunk(1)
         self.memory = None
+        self.plain_taps = []  # of the last answer's plain steps; the memory does not have them yet
 
     @property
     def tokens(self) -> list[int]:
@@ -704,6 +727,12 @@ class Conversation:
     def _cut(self, prompt: list[int], drafter: Drafter | None) -> None:
         """Cut trunk and memory back to what they share with the prompt, without its last token:
         that is run in any case, for p_1."""
+        if self.plain_taps:
+            taps = torch.cat(self.plain_taps, 1)
+            start = self.trunk.lengths - taps.shape[1]
+            self.memory = self.drafter.extend(self.memory, taps, start)
+            self.memory = replace(self.memory, width=self.trunk.width)
+            self.plain_taps = []
         pairs = zip(self.tokens, prompt[:-1])
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         if self.memory:  # it is behind the trunk after turns without drafts
@@ -717,19 +746,24 @@ class Conversation:
     def _keep(self, batch: Answer) -> None:
         self.trunk = batch.trunk
         if batch.drafter and batch.memory:
-            batch._remember_plain_steps()
-            self.memory = replace(batch.memory, width=batch.trunk.width)
+            self.plain_taps = list(batch.plain_taps)
+            num_plain = sum(taps.shape[1] for taps in self.plain_taps)
+            self.memory = replace(batch.memory, width=batch.trunk.width - num_plain)
 
     def plain_speed(self, num_steps: int = 4) -> float:
         """About how many tokens/s plain decoding gives after this text: a few steps are timed, and
-        nothing of them is kept. NaN where the target's maximum length leaves no room for them."""
-        if self.trunk.width + num_steps + 2 > self.target.config.max_position_embeddings:
+        nothing of them is kept. NaN without a text, and where the target's maximum length leaves no
+        room for them."""
+        space = self.target.config.max_position_embeddings - self.trunk.width
+        if not self.trunk.width or space < num_steps + 2:
             return math.nan
-        before = (self.trunk, self.memory, self.turn)
+        before = vars(self).copy()
         times = []
-        for _ in self.answer(self.tokens, Options(num_steps + 2), draft=False):
-            times.append(time.perf_counter())
-        self.trunk, self.memory, self.turn = before
+        try:
+            for _ in self.answer(self.tokens, Options(num_steps + 2), draft=False):
+                times.append(time.perf_counter())
+        finally:  # also after Ctrl-C
+            vars(self).update(before)
         return num_steps / (times[-1] - times[1])  # the first round warms up
 
 

@@ -99,18 +99,19 @@ class Trunk:
     def select(self, rows: Tensor, width: int | None = None) -> "Trunk":
         """The trunk of these rows only. `width`: none of them is longer."""
 
-        def cut(tensors: dict, positional) -> dict:
+        def rows_of(tensors: dict, positional) -> dict:
             present = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
             return {n: t[rows, :width] if n in positional else t[rows] for n, t in present}
 
-        states = [cut(state, replay.positional_names(state)) for state in self.states]
+        states = [rows_of(state, replay.positional_names(state)) for state in self.states]
         by_slot = dict(tokens=self.tokens, hidden=self.hidden, taps=self.taps)
-        chosen = cut(by_slot, by_slot) | dict(lengths=self.lengths[rows], states=states)
+        chosen = rows_of(by_slot, by_slot) | dict(lengths=self.lengths[rows], states=states)
         return replace(self, width=width or self.width, **chosen)
 
     def cut(self, lengths: Tensor) -> "Trunk":
         """The first `lengths` (B,) tokens of each row. Where layers are linear, their states are
-        replayed, which needs checkpoints (checkpoint_every above 0)."""
+        replayed, which needs checkpoints (checkpoint_every above 0). Storage is shared, and hidden
+        and taps keep their slots."""
         if any("tail_start" in state for state in self.states):
             raise ValueError("this trunk keeps recurrent state only at its end, it cannot be cut")
         states = [
@@ -205,8 +206,9 @@ class Target(nn.Module):
     def extend(
         self, trunk: Trunk, tokens: Tensor, lengths: Tensor, room: int = 0, chunk: int | None = None
     ) -> tuple[Trunk, Tensor, Tensor | None]:
-        """Run more tokens (B,T), right-padded, on a trunk whose rows are all of one length -> the
-        trunk of then lengths (B,) tokens, hidden (B,T,C) and taps (B,T,·) of the new tokens.
+        """Run more tokens (B,T), right-padded, on a trunk whose rows are all trunk.width long.
+        lengths (B,): of the rows afterwards, old tokens included; they are not checked. Returns the
+        longer trunk, and hidden (B,T,C) and taps (B,T,·) of the new tokens.
 
         As `commit`, it writes in place where there is room. The new trunk keeps neither hidden
         states nor taps. room, chunk: as in `prefill`."""
@@ -285,6 +287,7 @@ class Target(nn.Module):
         """Let the accepted nodes join the trunk. path (B,P): node numbers in order, then -1.
 
         It writes in place where there is room, so go on with the trunk returned, not the old one.
+        Recurrent states are copied, with all checkpoints.
         All P columns are written; those of -1 lie after the new length, where nobody reads. No
         recurrent states are kept between the last checkpoint of the prefill and the new end."""
         width = trunk.width + path.shape[1]

@@ -11,7 +11,8 @@ One SpecOPD step:
 
 1. `draw_anchors` picks A positions in the response of each reference.
 2. `drafter.propose` proposes K branches of W tokens at every anchor, in one pass: --num-greedy of
-   them are q's argmax (ours), the others are drawn from q.
+   them are q's argmax (ours), the others are drawn from q. The text after the anchor is one more
+   branch (ours; --no-text-branch).
 3. `build_tree` hangs them on the trunk, and `target.score` gives p of all of them in one pass.
 4. `step_loss` compares p and q: E2E-TV. Its gradient flows through q only.
 5. The optimizers update the drafter; the target never changes.
@@ -131,7 +132,7 @@ class TrainConfig:
     warm_anchors: int = flag(16, "story: A of these steps", RECIPE, low=1)
     batch_size: int = flag(8, "references per step", RECIPE, low=1)
     num_anchors: int = flag(64, "A, anchors per reference", RECIPE, low=1)
-    num_branches: int = flag(2, "K, branches per anchor (specopd)", RECIPE, low=1)
+    num_branches: int = flag(2, "K, branches proposed per anchor (specopd)", RECIPE, low=1)
     # NOTE(paper): greedy branches are ours; without them decoding at temperature 0 gains less
     num_greedy: int = flag(1, "how many of the K branches are the argmax", RECIPE, low=0)
     # NOTE(paper): ours; it lies on the trunk, whose hidden states are there, and costs no node
@@ -196,6 +197,8 @@ class TrainConfig:
                 "--loss e2e_al needs branches drawn from q itself: --mode specopd, --num-greedy 0, "
                 "--no-text-branch and a --branch-temperature above 0"
             )
+        if self.makes_trees and not draws and self.num_branches > 1:
+            raise ValueError("--branch-temperature 0 makes equal branches: give --num-branches 1")
 
     NEEDS = (  # flags, what they mean nothing without, whether a config has it
         ("arch target_steps target_layers target_length", "no --target", lambda c: not c.target),

@@ -225,6 +225,54 @@ def test_the_drafters_memory_follows_cuts_and_turns_without_drafts(arch):
                 assert gap.abs().max() < 1e-4 * other.keys_values.abs().max()
 
 
+class PlainAtTheEnd(AutoLength):
+    """All drafts in the first rounds of an answer, then plain steps."""
+
+    def start(self, num_texts):
+        self.rounds = 0
+
+    def choose(self, texts):
+        self.rounds += 1
+        return self.W if self.rounds <= 3 else 0
+
+    def learn(self, *figures):
+        pass
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_plain_steps_are_remembered_once_before_the_next_answer(arch, monkeypatch):
+    target = small_target(arch=arch)
+    drafter = small_drafter(target, **DRAFTERS["dflash sliding in part"])
+    length = PlainAtTheEnd(drafter.config.num_draft_tokens)
+    conversation = Conversation(target, drafter)
+    options = Options(24, draft_length=length)
+    *_, result = conversation.answer([1, 2, 3], options)
+    assert len(conversation.plain_taps) > 10
+    text = [1, 2, 3, *result.tokens, 4]
+    extended = []
+    honest = type(drafter).extend
+
+    def counted(self, memory, taps, positions):
+        extended.append(taps.shape[1])
+        return honest(self, memory, taps, positions)
+
+    monkeypatch.setattr(type(drafter), "extend", counted)
+    pending = len(conversation.plain_taps)
+    answer = conversation.answer(text, options)
+    next(answer)
+    assert extended[0] == pending and len(extended) == 2  # then what the prompt added
+    width = conversation.memory.width
+    tokens = torch.tensor([conversation.tokens])
+    wanted = drafter.remember(target.prefill(tokens, torch.tensor([width])))
+    for layer, other in zip(conversation.memory.layers, wanted.layers):
+        gap = layer.keys_values[:, :width] - other.keys_values
+        assert gap.abs().max() < 1e-4 * other.keys_values.abs().max()
+    next(answer)
+    (fresh,) = generate(target, drafter, [text], 24)
+    *_, result = conversation.answer(text, options)  # the answer before was left
+    assert result.tokens == fresh.tokens
+
+
 def test_sampled_answers_depend_on_seed_and_turn_alone(target, drafter):
     options = Options(20, PLAIN, seed=3)
     texts = []
@@ -268,6 +316,7 @@ def test_only_new_tokens_are_run(arch, monkeypatch):
 def test_timing_plain_steps_changes_nothing(arch):
     target = small_target(arch=arch)
     conversation = Conversation(target, small_drafter(target))
+    assert math.isnan(conversation.plain_speed())  # there is no text yet
     *_, result = conversation.answer([1, 2, 3], Options(10))
     before = conversation.tokens
     assert conversation.plain_speed() > 0

@@ -413,6 +413,7 @@ def test_an_empty_residual_falls_back_to_p():
         (dict(max_new_tokens=5, draft_length=20), "draft_length is 20"),
         (dict(max_new_tokens=600), "maximum length"),
         (dict(max_new_tokens=5, draft_length=AutoLength(W), drafter=None), "no drafter"),
+        (dict(max_new_tokens=5, draft_length=AutoLength(W + 1)), rf"is AutoLength\({W + 1}\): the"),
     ],
 )
 def test_what_cannot_be_decoded_is_named(target, drafter, how, word):

@@ -397,6 +397,7 @@ def test_a_flag_that_agrees_with_the_drafters_folder_is_fine(tmp_path):
         dict(lr=math.nan),
         dict(loss="e2e_al", mode="e2e"),
         dict(loss="e2e_al", branch_temperature=0.0),
+        dict(mode="specopd", branch_temperature=0.0),
         dict(loss="e2e_al", num_greedy=1),
         dict(num_greedy=2),
         dict(branch_temperature=1e-38),
