@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import replay
 from hf.config import HYBRID, config_json, model_fields
 from support import gpu
-from tree import ProposalTree, View, causal_view, gather_history, gather_slots, write_after
+from tree import ProposalTree, View, causal_view, gather_history, gather_slots, on_real, write_after
 
 FEW_QUERIES = 32  # of a text, as in rounds of decoding; see `attention`
 LONG_TEXT = 2**15  # numbers of a head's keys; measured on a CPU
@@ -420,20 +420,20 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, eps, config.hybrid) if normed else nn.Identity()
         self.indexer = Indexer(config) if config.has_streams else None
 
-    def keys_values(self, x: Tensor, rope) -> Tensor:
-        """x (B,N,C) -> rotated keys, and values, (B,N,2,H_kv,D)."""
+    def keys_values(self, x: Tensor, rope, real: Tensor | None = None) -> Tensor:
+        """x (B,N,C) -> rotated keys, and values, (B,N,2,H_kv,D). real: see `tree.real_rows`."""
         per_head = (*x.shape[:2], -1, self.head_dim)
-        k = rotate(self.k_norm(self.k_proj(x).view(per_head)), rope)
-        return torch.stack([k, self.v_proj(x).view(per_head)], 2)
+        k = rotate(self.k_norm(on_real(self.k_proj, x, real).view(per_head)), rope)
+        return torch.stack([k, on_real(self.v_proj, x, real).view(per_head)], 2)
 
     def forward(self, x: Tensor, rope, view: View, past: dict | None = None):
         """x (B,N,C), state of the trunk or None -> out (B,N,C), state of the N tokens."""
         B, N, _ = x.shape
-        q = self.q_proj(x).view(B, N, -1, self.head_dim * (1 + self.gated))
+        q = on_real(self.q_proj, x, view.real).view(B, N, -1, self.head_dim * (1 + self.gated))
         if self.gated:
             q, gate = q.chunk(2, -1)  # (B, N, H, D) each
         q = rotate(self.q_norm(q), rope)
-        new = {"kv": self.keys_values(x, rope)}
+        new = {"kv": self.keys_values(x, rope, view.real)}
         mask = view.mask
         if self.indexer:
             new |= self.indexer.keys(x, view, past)
@@ -445,7 +445,7 @@ class Attention(nn.Module):
             out = attention(q, kv, mask)  # (B, N, H, D)
         if self.gated:
             out = out * gate.sigmoid()
-        return self.o_proj(out.reshape(B, N, -1)), new
+        return on_real(self.o_proj, out.reshape(B, N, -1), view.real), new
 
 
 class Indexer(nn.Module):
@@ -535,7 +535,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, view: View, past: dict | None = None):
         """x (B,N,C), state of the trunk or None -> out (B,N,C), state of the N tokens."""
-        qkv = self.in_proj_qkv(x)
+        qkv = on_real(self.in_proj_qkv, x, view.real)
         q, k, v = self.queries_keys_values(qkv, view, past)
         beta = self.in_proj_b(x).float().sigmoid()  # (B, N, H)
         a = self.in_proj_a(x).float() + self.dt_bias.float()
@@ -550,10 +550,10 @@ class GatedDeltaNet(nn.Module):
             state = past["states"][:, -1] if past else v.new_zeros(shape)
             ends = view.checkpoint_tokens
             o, new["u"], new["states"] = replay.delta_rule(q, k, v, g, beta, state, ends)
-        z = self.in_proj_z(x).unflatten(-1, (-1, self.value_dim)).float()
+        z = on_real(self.in_proj_z, x, view.real).unflatten(-1, (-1, self.value_dim)).float()
         normed = F.rms_norm(o, (self.value_dim,), self.norm.weight.float(), self.norm.eps)
         out = (normed * self.gate(z)).flatten(-2).to(x.dtype)
-        return self.out_proj(out), new
+        return on_real(self.out_proj, out, view.real), new
 
 
 class MLP(nn.Module):
@@ -763,7 +763,7 @@ class DecoderLayer(Layer):
         """x (B,N,C) -> out (B,N,C), the layer's state, and its input for taps (B,N,C)."""
         mixed, new = self.mix(self.input_layernorm(x), rope, view, past)
         y = x + mixed
-        return y + self.mlp(self.post_attention_layernorm(y)), new, x
+        return y + on_real(self.mlp, self.post_attention_layernorm(y), view.real), new, x
 
 
 class StreamLayer(Layer):
@@ -788,7 +788,8 @@ class StreamLayer(Layer):
         mixed, new = self.mix(layer_input, rope, view, past)
         x = self.attn_hyper_connection.write(x, normed, mixed)
         mlp_input, normed = self.mlp_hyper_connection.read(x)
-        x = self.mlp_hyper_connection.write(x, normed, self.mlp(mlp_input))
+        out = on_real(self.mlp, mlp_input, view.real)
+        x = self.mlp_hyper_connection.write(x, normed, out)
         return x, new | ngram_state, layer_input
 
 

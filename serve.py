@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -43,7 +44,7 @@ from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
 from support.chat import Chat, be_lenient, record, typed_lines
-from support.cpu import for_cpu
+from support.cpu import for_cpu, sent
 from support.flags import (
     DEVICE,
     DEVICE_TEXT,
@@ -56,7 +57,7 @@ from support.flags import (
 )
 from support.partings import check_partings, format_partings, partings
 from target import Scored, Target
-from tree import ProposalTree, build_tree, gather_slots
+from tree import ProposalTree, build_tree, gather_slots, on_real, real_rows
 
 # On a GPU attention sees so many slots, or a multiple: a new shape in every round would cost new
 # plans and allocations. Slots more than there are tokens are masked; on a CPU they cost time.
@@ -206,14 +207,16 @@ def verify(
 
 
 class AutoLength:
-    """How many drafts n = 0..W the next round verifies: those that promise most tokens per second,
+    """How many drafts the next round verifies: n for each text on average, n = 0..W, those that
+    promise most tokens per second,
 
-        (rows + sum over rows and k <= n of S_k) / seconds of a round that verifies n
+        (texts + sum of the largest n * texts of all S_k) / seconds of a round of n
 
-    S_k, how often the first k drafts survived lately, is counted for each text and shrunk to the
-    mean of all texts. Seconds are of real rounds. n = 0 is a plain step, without a drafter. Now and
-    then another n is tried. n is decided before a round drafts, so the text keeps the
-    target's distribution; which of its texts is drawn depends on the clock, too."""
+    S_k, how often the first k drafts of a text survived lately, is counted for each text and shrunk
+    to the mean of all. So a text may get more drafts than another. Seconds are of real rounds.
+    n = 0 is a plain step, without a drafter. Now and then another n is tried. All is decided before
+    a round drafts, so the text keeps the target's distribution; which of its texts is drawn depends
+    on the clock, too."""
 
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round counts, beside the one after it
@@ -232,7 +235,7 @@ class AutoLength:
         self.counts = numpy.ones((2, W)) * [[3.2], [4.0]]
         self.num_rounds = 0
         self.last_round = [0] * (W + 1)  # that verified n
-        self.best = None
+        self.n = self.best = None  # of this round; the fastest
         self.once_more = None  # the number that the next round verifies, too
         self.next_trial = self.WAITS[0]
         self.plain_until = 0
@@ -245,8 +248,16 @@ class AutoLength:
         """New texts 0, 1, ... are decoded; what was learned stays."""
         self.of_text = numpy.zeros((num_texts, 2, self.W))
 
-    def choose(self, texts: list[int]) -> int:
-        """How many drafts the next round of these texts verifies."""
+    def choose(self, texts: list[int]) -> list[int]:
+        """How many drafts of each of these texts the next round verifies."""
+        self.n = self._average(texts)
+        if len(texts) == 1 or self.n in (0, self.W):
+            return [self.n] * len(texts)
+        likeliest = (-self._survival(texts).ravel()).argsort(kind="stable")
+        owners = likeliest[: self.n * len(texts)] // self.W
+        return numpy.bincount(owners, minlength=len(texts)).tolist()
+
+    def _average(self, texts: list[int]) -> int:
         if self.num_rounds < self.plain_until:
             return 0
         if self.once_more is not None:
@@ -257,19 +268,20 @@ class AutoLength:
             if n not in timed:
                 self.once_more = n  # after a change the first round is slow: a second tells more
                 return n
-        n = self._choose(texts, timed)
+        n = self._fastest(texts, timed)
         if n == self.best == 0:  # plain steps teach nothing about drafts
             self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
         return n
 
-    def _choose(self, texts: list[int], timed: dict) -> int:
+    def _fastest(self, texts: list[int], timed: dict) -> int:
         # the lower quartile, because other work on the machine only slows a round down
         known = {n: sorted(times)[len(times) // 4] for n, times in timed.items()}
         # drafting is guessed to take half of what a whole round takes more than a plain step
         guesses = {1: max(known[0], (known[0] + known[self.W]) / 2)} | known
         seconds = numpy.interp(self._all, *zip(*sorted(guesses.items())))
-        tokens = len(texts) + numpy.append(0.0, self._survival(texts).sum(0).cumsum())
-        speeds = tokens / seconds
+        survival = numpy.sort(self._survival(texts).ravel())[::-1]
+        drafts = numpy.append(0.0, survival.cumsum()[len(texts) - 1 :: len(texts)])
+        speeds = (len(texts) + drafts) / seconds
         best = int(speeds.argmax())
         if self.best is not None and speeds[best] < self.CLEARLY * speeds[self.best]:
             best = self.best
@@ -314,8 +326,10 @@ class AutoLength:
         mean = self.counts[0] / self.counts[1]
         return ((accepted + self.PRIOR * mean) / (judged + self.PRIOR)).cumprod(1)
 
-    def learn(self, texts: list[int], n: int, judged, accepted, seconds: float) -> None:
-        """Of a round that verified n drafts at most: how many were judged and accepted per text."""
+    def learn(self, texts: list[int], judged, accepted, seconds: float) -> None:
+        """Of the round of `choose`: how many drafts of each text were judged, or were to be judged
+        and not found, and how many accepted."""
+        n = self.n if any(judged) else 0
         timed = self.timed.setdefault(1 << (len(texts) - 1).bit_length(), {})
         timed.setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
         self.num_rounds += 1
@@ -459,18 +473,22 @@ class Batch:
         length = self.options.draft_length
         auto = length if isinstance(length, AutoLength) else None
         begin = auto and auto.clock()
-        drafts, q = self.draft(auto.choose(self.alive) if auto else length or self.W)
+        texts = self.alive
+        drafts, q = self.draft(auto.choose(texts) if auto else [length or self.W] * len(texts))
         tree, scored = self.score(drafts)
         num_accepted, token = self.verify(drafts, q, scored)
         self.commit(drafts, tree, scored, num_accepted, token)
-        figures = self.retire(drafts, tree, num_accepted)
+        accepted = self.retire(drafts, tree, num_accepted)
         if auto:
-            auto.learn(*figures, auto.clock() - begin)
+            auto.learn(texts, self.to_judge, accepted, auto.clock() - begin)
         return drafts, q, scored, num_accepted, token
 
-    def draft(self, n: int) -> tuple[Tensor, Tensor | None]:
-        """1. Write the anchors into the trunk's tokens; then at most n drafts (B,n) after them, and
-        what they were drawn from (B,n,V), None if greedy, looked up or n = 0."""
+    def draft(self, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+        """1. Write the anchors into the trunk's tokens; then drafts (B,n) after them, as many as
+        `lengths` says for each text that goes on, then -1; and what they were drawn from (B,n,V),
+        None if greedy, looked up or n = 0."""
+        n = max(lengths)
+        self.to_judge = lengths if self.drafter else [0] * len(lengths)
         positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
         self.trunk.tokens.scatter_(1, positions, self.anchor[:, None])
         if not self.drafter or n == 0:
@@ -493,8 +511,15 @@ class Batch:
         q = proposal.q_probs
         if isinstance(self.drafter, LookupDrafter):
             found = (proposal.tokens[:, 0, 0, 0] >= 0) & self.row_is_alive
-            n = n if found.any() else 0  # mostly there is nothing
-        return proposal.tokens[:, 0, 0, :n], None if q is None else q[:, 0, 0, :n]
+            if not found.any():  # a plain step
+                n, self.to_judge = 0, [0] * len(lengths)
+        drafts = proposal.tokens[:, 0, 0, :n]
+        if min(lengths) < n or len(self.alive) < len(self.prompt_of_row):
+            length_of = dict(zip(self.alive, lengths))
+            limits = torch.tensor([[length_of.get(number, 0)] for number in self.prompt_of_row])
+            numbers = torch.arange(n, device=drafts.device)
+            drafts = torch.where(numbers < sent(limits, drafts.device), drafts, -1)
+        return drafts, None if q is None else q[:, 0, 0, :n]
 
     def _remember_plain_steps(self) -> None:
         """Give the drafter's memory the tokens of plain steps, all at once."""
@@ -515,7 +540,10 @@ class Batch:
 
     def verify(self, drafts: Tensor, q: Tensor | None, scored: Scored) -> tuple[Tensor, Tensor]:
         """3. How many drafts are accepted (B,), and the target's own next token (B,)."""
-        logits = self.target.head(scored.hidden[:, 0, 0])  # (B, n+1, V)
+        real = None
+        if drafts.shape[1]:
+            real = real_rows(F.pad(drafts, (1, 0)) >= 0)
+        logits = on_real(self.target.head, scored.hidden[:, 0, 0], real)  # (B, n+1, V)
         uniforms = None
         if self.noise is not None:
             noise = self._noise_now()  # (B, 2W+1)
@@ -542,13 +570,13 @@ class Batch:
                 self.plain_taps.append(taps)
         self.anchor = torch.where(self.row_is_alive, token, self.anchor)
 
-    def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> tuple:
-        """Record the round in the results, and drop the rows whose text has ended -> the texts that
-        went on, how many drafts were verified at most, and each text's judged and accepted ones."""
+    def retire(self, drafts: Tensor, tree: ProposalTree, num_accepted: Tensor) -> list[int]:
+        """Record the round in the results, and drop the rows whose text has ended -> the number
+        accepted of each text that had not."""
         num_nodes = tree.valid.sum(1, keepdim=True)
         report = torch.cat([num_accepted[:, None], num_nodes, drafts, self.anchor[:, None]], 1)
         # the round's one synchronisation with the host (an n-gram table on the host adds its own)
-        texts, judged, accepted = self.alive, [], []
+        accepted = []
         for number, (count, nodes, *ids) in zip(self.prompt_of_row, report.tolist()):
             result = self.results[number]
             if not result.finish_reason:
@@ -556,10 +584,9 @@ class Batch:
                 result.num_nodes += nodes
                 result.append(ids[:count], ids[-1], self.options)
                 self.lengths[number] += count + 1
-                judged.append(nodes - 1)
                 accepted.append(count)
         self._drop_ended()
-        return texts, drafts.shape[1], judged, accepted
+        return accepted
 
     def _drop_ended(self) -> None:
         """Drop the rows whose texts have ended once a large enough share of the rows has ended, and

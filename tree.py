@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+PADDING_THAT_COSTS = 0.25  # a share of the tokens; less is computed with the others
 MAX_GROUP = 64  # a root with more nodes is cut into groups of about this size (replay.py)
 
 
@@ -44,6 +45,7 @@ class View:
     # None = causal: token i sees all of the T older ones, and the first i + 1 of the N
     mask: Tensor | None = None
     valid: Tensor | None = None  # (B, N) bool, False = padding; None = every token counts
+    real: Tensor | None = None  # (M,) the tokens that are worth computing alone, see `real_rows`
     group_roots: Tensor | None = None  # (B, P) the root of each group, -1 for the start
     groups: Tensor | None = None  # (B, P, m) node numbers, -1 after the last
     last_descendants: Tensor | None = None  # (B, N) of a tree, see `descends`
@@ -100,6 +102,28 @@ def causal_view(
     """The view of a prefill, or of its next N tokens after T others."""
     positions = torch.arange(T, T + N, device=device).expand(B, N)
     return View(positions, positions - 1, T, None, valid, checkpoint_tokens=checkpoint_tokens)
+
+
+# -------------------------------------------------------------------------- without the padding
+
+
+def real_rows(valid: Tensor) -> Tensor | None:
+    """The numbers (M,), b*N + n, of the tokens that are no padding (True in valid (B,N)), if it
+    pays to compute these alone. None: it does not, or a GPU would make the host wait for M."""
+    if not valid.is_cpu:
+        return None
+    real = valid.flatten().nonzero()[:, 0]
+    return real if len(real) <= (1 - PADDING_THAT_COSTS) * valid.numel() else None
+
+
+def on_real(module, x: Tensor, real: Tensor | None) -> Tensor:
+    """module(x) of x (B,N,C), which treats each token alone. With `real` (see `real_rows`) only
+    these tokens are computed; the others get 0."""
+    if real is None:
+        return module(x)
+    rows = x.flatten(0, 1)
+    out = module(rows[real])
+    return out.new_zeros(len(rows), out.shape[-1]).index_copy(0, real, out).view(*x.shape[:2], -1)
 
 
 # ------------------------------------- caches: tensors (B, S, ...) with one slot per trunk position
@@ -207,6 +231,7 @@ class ProposalTree:
         B, N = self.parents.shape
         T = self.num_trunk_slots
         view = View(self.positions, self.parents, T, valid=self.valid, max_depth=self.max_depth)
+        view.real = real_rows(self.valid)
         view.groups = self.groups
         view.group_roots = self.group_roots
         numbers = torch.arange(N, device=self.parents.device).expand(B, N)

@@ -42,11 +42,13 @@ def simulated(seconds: list[float], acceptance: float, rounds: int, rows: int = 
     generator = torch.Generator().manual_seed(0)
     chosen = []
     for _ in range(rounds):
-        n = rule.choose(texts)
-        hits = torch.rand(rows, n, generator=generator) < acceptance
+        lengths = torch.tensor(rule.choose(texts))[:, None]
+        hits = torch.rand(rows, len(seconds) - 1, generator=generator) < acceptance
+        hits &= torch.arange(hits.shape[1]) < lengths
         accepted = hits.long().cumprod(1).sum(1).tolist()
-        rule.learn(texts, n, [n] * rows, accepted, seconds[n])
-        chosen.append(n)
+        rule.learn(texts, lengths[:, 0].tolist(), accepted, seconds[rule.n])
+        assert lengths.sum() == rule.n * rows
+        chosen.append(rule.n)
     return chosen
 
 
@@ -83,9 +85,9 @@ def test_a_change_of_the_text_is_followed(before, after):
     rule.start(1)
     chosen = []
     for number in range(600):
-        n = rule.choose([0])
+        (n,) = rule.choose([0])
         hits = torch.rand(n, generator=generator) < (before if number < 300 else after)
-        rule.learn([0], n, [n], [int(hits.long().cumprod(0).sum())], seconds[n])
+        rule.learn([0], [n], [int(hits.long().cumprod(0).sum())], seconds[n])
         chosen.append(n)
     tokens = [sum(after**k for k in range(n + 1)) for n in range(len(seconds))]
     best = best_length(seconds, after)
@@ -97,10 +99,9 @@ def test_a_change_of_the_text_is_followed(before, after):
 def test_seconds_of_other_numbers_of_rows_serve_until_there_are_own_ones():
     rule = AutoLength(2)
     rule.start(32)
-    rule.learn([0], 2, [2], [0], 1.0)
-    rule.learn([0], 0, [0], [0], 0.5)
-    many = list(range(32))
-    rule.learn(many, 2, [2] * 32, [0] * 32, 7.0)
+    for texts, n, seconds in (([0], 2, 1.0), ([0], 0, 0.5), (list(range(32)), 2, 7.0)):
+        rule.n = n
+        rule.learn(texts, [n] * len(texts), [0] * len(texts), seconds)
     assert {n: list(times) for n, times in rule._timed(32).items()} == {2: [7.0], 0: [0.5]}
     assert {n: list(times) for n, times in rule._timed(1).items()} == {2: [1.0], 0: [0.5]}
     assert rule._timed(17).keys() == rule._timed(3).keys() == {0, 2}
@@ -109,25 +110,29 @@ def test_seconds_of_other_numbers_of_rows_serve_until_there_are_own_ones():
 def test_every_text_has_its_own_counts():
     rule = AutoLength(W)
     rule.start(2)
+    rule.n = W
     for _ in range(30):
-        rule.learn([0, 1], W, [W, W], [W, 0], 1.0)
+        rule.learn([0, 1], [W, W], [W, 0], 1.0)
     good, bad = rule._survival([0, 1])
     assert good[-1] > 1.3 * bad[0]
+    rule._average = lambda texts: 2  # drafts for each on average: the good text gets more of them
+    lengths = rule.choose([0, 1])
+    assert sum(lengths) == 4 and lengths[0] > 2 and rule.choose([1, 0]) == lengths[::-1]
 
 
 # -------------------------------------------------------------- whatever is chosen, it is lossless
 
 
 class ByThePast(AutoLength):
-    """All of 0..W, decided by what earlier rounds accepted."""
+    """All of 0..W, decided by what earlier rounds accepted; each text has its own number."""
 
     def start(self, num_texts):
         self.rounds = self.sum = 0
 
     def choose(self, texts):
-        return (2 * self.rounds + self.sum) % (self.W + 1)
+        return [(2 * self.rounds + self.sum + 3 * text) % (self.W + 1) for text in texts]
 
-    def learn(self, texts, n, judged, accepted, seconds):
+    def learn(self, texts, judged, accepted, seconds):
         self.rounds += 1
         self.sum += sum(accepted)
 
@@ -155,7 +160,7 @@ def test_sampled_text_has_the_targets_distribution(monkeypatch, pair, rule):
     def decode(rows):
         length = rule(num_drafts)
         choose = length.choose
-        length.choose = lambda texts: (chosen.add(choose(texts)), choose(texts))[1]
+        length.choose = lambda texts: (chosen.update(choose(texts)), choose(texts))[1]
         return generate(target, drafter, [PROMPT], 3, PLAIN, draft_length=length)
 
     texts, _ = Outcomes(monkeypatch).distribution(decode, batch=1)
@@ -167,8 +172,8 @@ def test_a_rule_that_peeks_at_its_drafts_is_noticed(monkeypatch):
     target, drafter = trained_on_four_tokens(block_size=3, **FOUR_TOKENS["dflash2"])
     draft = serve.Batch.draft
 
-    def peeking(batch, n):
-        drafts, q = draft(batch, n)
+    def peeking(batch, lengths):
+        drafts, q = draft(batch, lengths)
         n = int(drafts[0, 0]) % 2  # the first draft is verified if it is odd
         return drafts[:, :n], q[:, :n]
 
@@ -179,6 +184,26 @@ def test_a_rule_that_peeks_at_its_drafts_is_noticed(monkeypatch):
 
     texts, _ = Outcomes(monkeypatch).distribution(decode, batch=1)
     assert distance(texts, plain_distribution(target, PROMPT, PLAIN, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_a_row_of_fewer_drafts_is_judged_as_a_shorter_chain(sampling, one_hot):
+    generator = torch.Generator().manual_seed(0)
+    B, V = 500, 5
+    logits = 2 * torch.randn(B, W + 1, V, generator=generator)
+    q = (logits[:, :-1] + torch.randn(B, W, V, generator=generator)).softmax(-1)
+    drafts = q.argmax(-1)
+    uniforms = torch.rand(B, W + 1, generator=generator)
+    lengths = torch.randint(0, W + 1, (B,), generator=generator)
+    cut = torch.where(torch.arange(W) < lengths[:, None], drafts, -1)
+    packed = serve.verify(logits, cut, None if one_hot else q, sampling, uniforms)
+    for row, n in enumerate(lengths.tolist()):
+        part = slice(row, row + 1)
+        noise = torch.cat([uniforms[part, :n], uniforms[part, -1:]], 1)
+        q_row = None if one_hot or n == 0 else q[part, :n]
+        alone = serve.verify(logits[part, : n + 1], drafts[part, :n], q_row, sampling, noise)
+        assert [x[row].item() for x in packed] == [x.item() for x in alone]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,15 +231,18 @@ def test_plain_steps_are_remembered_before_the_next_draft(monkeypatch, kind):
     checked = []
     draft = serve.Batch.draft
 
-    def watched(batch, n):
-        drafts, q = draft(batch, n)
-        for row, number in enumerate(batch.prompt_of_row if n else ()):
+    def watched(batch, lengths):
+        drafts, q = draft(batch, lengths)
+        length_of = dict(zip(batch.alive, lengths))
+        for row, number in enumerate(batch.prompt_of_row if any(lengths) else ()):
             text = prompts[number] + batch.results[number].tokens
             tokens = torch.tensor([text])
             fresh = target.prefill(tokens, torch.tensor([len(text) - 1]))
             anchors = torch.tensor([[len(text) - 1]])
             expected = drafter.propose(fresh, anchors, sampling=GREEDY)
-            assert drafts[row].tolist() == expected.tokens[0, 0, 0, : drafts.shape[1]].tolist()
+            count = length_of.get(number, 0)
+            wanted = expected.tokens[0, 0, 0, :count].tolist()
+            assert drafts[row].tolist() == wanted + [-1] * (drafts.shape[1] - count)
             checked.append(len(batch.plain_taps))
         return drafts, q
 
@@ -260,11 +288,13 @@ def test_a_text_that_has_ended_is_not_looked_up(monkeypatch):
         target, LookupDrafter(), {0: [1, 2, 1, 2, 1], 1: [3, 4, 5]}, serve.Options(8), 0, True
     )
     batch.anchor = torch.tensor([2, 6])  # repeats its text, is new
-    drafts, _ = batch.draft(7)
+    drafts, _ = batch.draft([7, 7])
     assert drafts.shape[1] == 7 and drafts[1].max() == -1
+    assert batch.to_judge == [7, 7]
     batch.row_is_alive = torch.tensor([False, True])
-    drafts, _ = batch.draft(7)
-    assert drafts.shape[1] == 0
+    batch.alive = [1]
+    drafts, _ = batch.draft([7])
+    assert drafts.shape[1] == 0 and batch.to_judge == [0]
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7), Sampling(1.0, top_k=2)], ids=str)

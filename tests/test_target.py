@@ -306,6 +306,38 @@ def test_after_every_commit_all_state_equals_a_fresh_prefill(arch, checkpoint_ev
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_padding_is_not_computed_and_changes_nothing(arch, monkeypatch):
+    """Rows of few drafts beside one of many: the MLPs and the head see the real nodes alone."""
+    target = small_target(arch=arch)
+    tokens = random_tokens(3, 12)
+    lengths = torch.tensor([11, 9, 11])
+    drafts = random_tokens(3, 6, seed=1)
+    drafts[1:] = -1
+    tree = build_tree(tokens, lengths, lengths[:, None], drafts[:, None, None], include_anchor=True)
+    seen = []
+    for layer in target.model.layers:
+        layer.mlp.register_forward_hook(lambda _, x, out: seen.append(x[0].shape[:-1].numel()))
+
+    def scored():
+        trunk = target.prefill(tokens, lengths, 20)
+        seen.clear()
+        return target.score(trunk, tree)
+
+    packed = scored()
+    assert seen == [9] * len(target.model.layers)  # 7 nodes and two anchors
+    monkeypatch.setattr("tree.PADDING_THAT_COSTS", 1.1)
+    whole = scored()
+    assert seen == [21] * len(target.model.layers)
+    real = tree.valid
+    gap = (packed.hidden[:, 0, 0] - whole.hidden[:, 0, 0])[real].abs().max()
+    assert gap < 1e-5 * whole.hidden.abs().max()
+    assert (packed.taps - whole.taps)[real].abs().max() < 1e-5 * whole.taps.abs().max()
+    for one, other in zip(packed.states, whole.states):
+        for name in one:
+            assert torch.allclose(one[name][real], other[name][real], atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_scoring_leaves_the_trunk_as_it_was(arch):
     target, tokens, lengths = small_target(arch=arch), random_tokens(2, 12), torch.tensor([12, 9])
     trunk = target.prefill(tokens, lengths, room=30)
