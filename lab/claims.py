@@ -6,7 +6,8 @@ measured on the same held-out prompts; they differ only by the flags in STUDIES.
 "..., same time" makes as many steps as fit into SpecOPD's seconds.
 
 --out keeps everything. A record of each study, with the version of the code, the machine and the
-counts of every prompt, goes to --records; `python -m lab report` reads nothing else.
+counts of every prompt, goes to --records; `python -m lab report` reads nothing else. A record keeps
+what it has of other seeds, if they are of the same version.
 
     python -m lab claims                               everything: hours on a CPU
     python -m lab claims --studies gqa --seeds 20      a part; --list-only names all
@@ -39,6 +40,7 @@ GROUP = "the studies"
 SEARCH_SEEDS = (10, 11)
 PROOF_SEEDS = (20, 21, 22)
 SAME_TIME = ", same time"
+WHERE_AND_WHAT = ("out", "records", "studies", "arms", "seeds", "list_only")  # flags of a call
 WINDOW = 25  # steps that a record's losses are averaged over
 
 
@@ -329,6 +331,27 @@ def record_of(config: Config, name: str) -> dict:
     return {"study": name} | made_by | {"config": dataclasses.asdict(config), "arms": arms}
 
 
+def with_older(record: dict, older: dict) -> dict:
+    """A record with the arms and seeds that an older one of the same version and recipe has beside
+    its own: they may have been run in another folder, or on another machine."""
+    here = dict.fromkeys(WHERE_AND_WHAT)  # no difference of the recipe
+    if older["version"] != record["version"] or older["config"] | here != record["config"] | here:
+        return record
+    arms = {}
+    for name in ("start", *STUDIES[record["study"]].all_arms()):
+        by_seed = {int(seed): row for seed, row in older["arms"].get(name, {}).items()}
+        by_seed |= record["arms"].get(name, {})
+        if by_seed:
+            arms[name] = {seed: by_seed[seed] for seed in sorted(by_seed)}
+    return record | {"arms": arms}
+
+
+def write_record(config: Config, name: str) -> None:
+    path = record_path(config, name)
+    record = record_of(config, name)
+    write_json(path, with_older(record, read_json(path)) if path.is_file() else record, indent=None)
+
+
 class Arm(TaskMean):
     """An arm's measurements of one drafter at one temperature: its tasks are {seed: Acceptance}."""
 
@@ -432,7 +455,7 @@ def run(config: Config) -> dict | None:
         # all studies of a seed's target, one after another: it is loaded once
         for name, seed in sorted(jobs, key=lambda job: str(setting_folder(config, *job))):
             run_study(config, settings, name, seed)
-            write_json(record_path(config, name), record_of(config, name), indent=None)
+            write_record(config, name)
     for name in names:
         print("\n".join(["", *table(record_of(config, name))]))
     return {"records": [str(record_path(config, name)) for name in names]}

@@ -96,6 +96,25 @@ def test_arms_of_one_study_must_be_measured_on_the_same_prompts(tmp_path):
         claims.record_of(config, "gqa")
 
 
+def test_a_record_keeps_other_seeds_of_its_version_and_recipe(tmp_path):
+    def record(seeds, arm="e2e", version="a", **config):
+        config = {"out": "x", "seeds": seeds, "steps": 9} | config
+        rows = {"start": {seed: "s" for seed in seeds}, arm: {seed: arm for seed in seeds}}
+        return {"study": "gqa", "version": version, "config": config, "arms": rows}
+
+    older = json.loads(json.dumps(record([20, 21])))
+    both = claims.with_older(record([22], out="y"), older)
+    assert both["config"]["out"] == "y"
+    assert {arm: list(rows) for arm, rows in both["arms"].items()} == {
+        "start": [20, 21, 22],
+        "e2e": [20, 21, 22],
+    }
+    other_arm = claims.with_older(record([20], "specopd"), older)
+    assert list(other_arm["arms"]) == ["start", "e2e", "specopd"]
+    for new in (record([22], version="b"), record([22], steps=8)):
+        assert claims.with_older(new, older) == new
+
+
 def test_arms_of_the_same_time_get_the_steps_that_fit_into_it(tmp_path):
     config = claims.Config(out=str(tmp_path), steps=100)
     seconds = {"specopd": {20: 30, 21: 20}, "ce": {20: 10, 21: 40}}  # one of each was disturbed
