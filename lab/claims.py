@@ -334,8 +334,11 @@ def record_of(config: Config, name: str) -> dict:
 def with_older(record: dict, older: dict) -> dict:
     """A record with the arms and seeds that an older one of the same version and recipe has beside
     its own: they may have been run in another folder, or on another machine."""
-    here = dict.fromkeys(WHERE_AND_WHAT)  # no difference of the recipe
-    if older["version"] != record["version"] or older["config"] | here != record["config"] | here:
+    no_difference = dict.fromkeys(WHERE_AND_WHAT)
+    config = json.loads(json.dumps(record["config"]))  # with lists, as the older one
+    if older["version"] != record["version"] or older["config"] | no_difference != (
+        config | no_difference
+    ):
         return record
     arms = {}
     for name in ("start", *STUDIES[record["study"]].all_arms()):

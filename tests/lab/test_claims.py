@@ -98,7 +98,7 @@ def test_arms_of_one_study_must_be_measured_on_the_same_prompts(tmp_path):
 
 def test_a_record_keeps_other_seeds_of_its_version_and_recipe(tmp_path):
     def record(seeds, arm="e2e", version="a", **config):
-        config = {"out": "x", "seeds": seeds, "steps": 9} | config
+        config = {"out": "x", "seeds": seeds, "eval_prompts": (), "steps": 9} | config
         rows = {"start": {seed: "s" for seed in seeds}, arm: {seed: arm for seed in seeds}}
         return {"study": "gqa", "version": version, "config": config, "arms": rows}
 
