@@ -185,8 +185,8 @@ def verify(
         num_accepted = torch.zeros_like(rows)
         token = draw(sampling.probs(logits)[:, 0], uniforms)[:, 0]
     else:
-        p = sampling.probs(logits)  # (B, W+1, V)
         judged = drafts >= 0
+        p = on_real(sampling.probs, logits, real_rows(F.pad(judged, (1, 0), value=True)))
         index = drafts.clamp(min=0)[..., None]
         p_y = p[:, :W].gather(2, index)[..., 0] * judged  # after the last: never accepted
         q_y = torch.ones_like(p_y) if q is None else q.gather(2, index)[..., 0]
@@ -213,10 +213,10 @@ class AutoLength:
         (texts + sum of the largest n * texts of all S_k) / seconds of a round of n
 
     S_k, how often the first k drafts of a text survived lately, is counted for each text and shrunk
-    to the mean of all. So a text may get more drafts than another. Seconds are of real rounds.
-    n = 0 is a plain step, without a drafter. Now and then another n is tried. All is decided before
-    a round drafts, so the text keeps the target's distribution; which of its texts is drawn depends
-    on the clock, too."""
+    to the mean of all. So a text may get more drafts than another (not on a GPU). Seconds are of
+    real rounds. n = 0 is a plain step, without a drafter. Now and then another n is tried. All is
+    decided before a round drafts, so the text keeps the target's distribution; which of its texts
+    is drawn depends on the clock, too."""
 
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round counts, beside the one after it
@@ -244,14 +244,16 @@ class AutoLength:
     def __repr__(self) -> str:
         return f"AutoLength({self.W})"
 
-    def start(self, num_texts: int) -> None:
-        """New texts 0, 1, ... are decoded; what was learned stays."""
+    def start(self, num_texts: int, equal: bool = False) -> None:
+        """New texts 0, 1, ... are decoded; what was learned stays. equal: all get as many drafts,
+        because shorter rows are computed to the longest one's end, as on a GPU."""
+        self.equal = equal
         self.of_text = numpy.zeros((num_texts, 2, self.W))
 
     def choose(self, texts: list[int]) -> list[int]:
         """How many drafts of each of these texts the next round verifies."""
         self.n = self._average(texts)
-        if len(texts) == 1 or self.n in (0, self.W):
+        if self.equal or len(texts) == 1 or self.n in (0, self.W):
             return [self.n] * len(texts)
         likeliest = (-self._survival(texts).ravel()).argsort(kind="stable")
         owners = likeliest[: self.n * len(texts)] // self.W
@@ -279,9 +281,12 @@ class AutoLength:
         # drafting is guessed to take half of what a whole round takes more than a plain step
         guesses = {1: max(known[0], (known[0] + known[self.W]) / 2)} | known
         seconds = numpy.interp(self._all, *zip(*sorted(guesses.items())))
-        survival = numpy.sort(self._survival(texts).ravel())[::-1]
-        drafts = numpy.append(0.0, survival.cumsum()[len(texts) - 1 :: len(texts)])
-        speeds = (len(texts) + drafts) / seconds
+        survival = self._survival(texts)
+        if self.equal:
+            accepted = survival.sum(0).cumsum()
+        else:
+            accepted = numpy.sort(survival.ravel())[::-1].cumsum()[len(texts) - 1 :: len(texts)]
+        speeds = (len(texts) + numpy.append(0.0, accepted)) / seconds
         best = int(speeds.argmax())
         if self.best is not None and speeds[best] < self.CLEARLY * speeds[self.best]:
             best = self.best
@@ -327,8 +332,8 @@ class AutoLength:
         return ((accepted + self.PRIOR * mean) / (judged + self.PRIOR)).cumprod(1)
 
     def learn(self, texts: list[int], judged, accepted, seconds: float) -> None:
-        """Of the round of `choose`: how many drafts of each text were judged, or were to be judged
-        and not found, and how many accepted."""
+        """Of the round of `choose`: how many drafts of each text were judged and accepted. Drafts
+        that a lookup did not find count as judged, if it found others."""
         n = self.n if any(judged) else 0
         timed = self.timed.setdefault(1 << (len(texts) - 1).bit_length(), {})
         timed.setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
@@ -401,8 +406,10 @@ class Batch:
             noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
         return torch.stack(noise).to(self.target.lm_head.weight.device)
 
-    def _noise_now(self) -> Tensor:
+    def _noise_now(self) -> Tensor | None:
         """The uniforms (B,2W+1) of this round; a row counts its own rounds."""
+        if self.noise is None:
+            return None
         number = (self.num_rounds - self.joined_at).clamp(max=self.noise.shape[1] - 1)
         return self.noise[torch.arange(len(number), device=number.device), number]
 
@@ -470,6 +477,7 @@ class Batch:
         """One round of the algorithm at the top of this file, for every row. Returns its parts:
         drafts and q, what the target gave, the number accepted and the next token."""
         self.num_rounds += 1
+        self.noise_now = self._noise_now()
         length = self.options.draft_length
         auto = length if isinstance(length, AutoLength) else None
         begin = auto and auto.clock()
@@ -485,8 +493,8 @@ class Batch:
 
     def draft(self, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
         """1. Write the anchors into the trunk's tokens; then drafts (B,n) after them, as many as
-        `lengths` says for each text that goes on, then -1; and what they were drawn from (B,n,V),
-        None if greedy, looked up or n = 0."""
+        `lengths` says for each text that goes on, then -1; n is the largest, or 0 if a lookup finds
+        nothing. Then what they were drawn from (B,n,V), None if greedy, looked up or n = 0."""
         n = max(lengths)
         self.to_judge = lengths if self.drafter else [0] * len(lengths)
         positions = self.trunk.lengths[:, None]  # (B, 1) the anchors', not yet run
@@ -497,7 +505,7 @@ class Batch:
         if self.memory:
             self.memory.width = self._num_slots(self.trunk.width)
         is_drawn = self.sampling.temperature > 0
-        uniforms = self._noise_now()[:, : self.W].view(-1, 1, 1, self.W) if is_drawn else None
+        uniforms = self.noise_now[:, : self.W].view(-1, 1, 1, self.W) if is_drawn else None
         proposal = self.drafter.propose(
             self.trunk,
             positions,
@@ -509,17 +517,22 @@ class Batch:
         if self.options.watch:
             self.options.watch.draft(proposal)
         q = proposal.q_probs
+        drafts = self._shortened(proposal.tokens[:, 0, 0, :n], lengths)
         if isinstance(self.drafter, LookupDrafter):
-            found = (proposal.tokens[:, 0, 0, 0] >= 0) & self.row_is_alive
-            if not found.any():  # a plain step
+            if not (drafts >= 0).any():  # a plain step, of which nothing is learned
                 n, self.to_judge = 0, [0] * len(lengths)
-        drafts = proposal.tokens[:, 0, 0, :n]
-        if min(lengths) < n or len(self.alive) < len(self.prompt_of_row):
-            length_of = dict(zip(self.alive, lengths))
-            limits = torch.tensor([[length_of.get(number, 0)] for number in self.prompt_of_row])
-            numbers = torch.arange(n, device=drafts.device)
-            drafts = torch.where(numbers < sent(limits, drafts.device), drafts, -1)
-        return drafts, None if q is None else q[:, 0, 0, :n]
+        return drafts[:, :n], None if q is None else q[:, 0, 0, :n]
+
+    def _shortened(self, drafts: Tensor, lengths: list[int]) -> Tensor:
+        """drafts (B,n) with -1 after the number of each text that goes on, and in other rows."""
+        n = drafts.shape[1]
+        has_ended = drafts.is_cpu and len(self.alive) < len(self.prompt_of_row)
+        if min(lengths) == n and not has_ended:
+            return drafts
+        length_of = dict(zip(self.alive, lengths))
+        limits = torch.tensor([[length_of.get(number, 0)] for number in self.prompt_of_row])
+        numbers = torch.arange(n, device=drafts.device)
+        return torch.where(numbers < sent(limits, drafts.device), drafts, -1)
 
     def _remember_plain_steps(self) -> None:
         """Give the drafter's memory the tokens of plain steps, all at once."""
@@ -540,13 +553,11 @@ class Batch:
 
     def verify(self, drafts: Tensor, q: Tensor | None, scored: Scored) -> tuple[Tensor, Tensor]:
         """3. How many drafts are accepted (B,), and the target's own next token (B,)."""
-        real = None
-        if drafts.shape[1]:
-            real = real_rows(F.pad(drafts, (1, 0)) >= 0)
-        logits = on_real(self.target.head, scored.hidden[:, 0, 0], real)  # (B, n+1, V)
+        # of a chain the nodes are anchor and drafts, in order
+        logits = on_real(self.target.head, scored.hidden[:, 0, 0], scored.real)  # (B, n+1, V)
         uniforms = None
-        if self.noise is not None:
-            noise = self._noise_now()  # (B, 2W+1)
+        if self.noise_now is not None:
+            noise = self.noise_now  # (B, 2W+1)
             acceptances = noise[:, self.W : self.W + drafts.shape[1]]
             uniforms = torch.cat([acceptances, noise[:, -1:]], 1)
         return verify(logits, drafts, q, self.sampling, uniforms)
@@ -559,7 +570,7 @@ class Batch:
         joins = (number <= num_accepted[:, None]) & self.row_is_alive[:, None]
         path = torch.where(joins, nodes, -1)
         if self.options.watch:
-            noise = None if self.noise is None else self._noise_now()
+            noise = self.noise_now
             self.options.watch.round(self.alive, positions, drafts, scored, path, token, noise)
         self.trunk = self.target.commit(self.trunk, tree, scored, path)
         if self.drafter and self.memory:
@@ -628,12 +639,12 @@ def generate(
     """Continue every prompt (token ids). drafter=None is plain decoding; `options`: see Options.
 
     A prompt's text depends on the seed and on its number in `prompts`, not on the batch it runs in
-    (with an AutoLength, above temperature 0, on the clock, too). When texts end, the next prompts
-    take their places in the batch."""
+    (with an AutoLength, above temperature 0, on the clock and on the other texts, too). When texts
+    end, the next prompts take their places in the batch."""
     options = Options(max_new_tokens, sampling, seed, frozenset(stop_ids), **options)
     options.check(target, drafter, prompts)
     if isinstance(options.draft_length, AutoLength):
-        options.draft_length.start(len(prompts))
+        options.draft_length.start(len(prompts), equal=target.lm_head.weight.is_cuda)
     longest = max(map(len, prompts), default=0)
     waiting = deque(enumerate(prompts))
     results = {}

@@ -140,6 +140,7 @@ class Scored:
     node_hidden: Tensor  # (B, N, C) final hidden of the nodes
     taps: Tensor | None  # (B, N, len(tap_ids) * C) of the nodes
     states: list[dict]  # what each layer remembers of the nodes, (B, N, ...); empty: not kept
+    real: Tensor | None = None  # the nodes that were computed, see `tree.real_rows`; None: all
 
 
 class Target(nn.Module):
@@ -275,7 +276,7 @@ class Target(nn.Module):
         if not tree.include_anchor:
             on_trunk = gather_slots(trunk.hidden, index.clamp(0, trunk.hidden.shape[1] - 1))
             hidden = torch.where((index >= T)[..., None], hidden, on_trunk)
-        return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states)
+        return Scored(hidden.view(B, A, K, W1, -1), node_hidden, taps, states, view.real)
 
     def branch_probs(self, trunk: Trunk, tree: ProposalTree) -> Tensor:
         """p (B,A,K,W,V), float32: for tests and small vocabularies, never where memory matters."""

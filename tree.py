@@ -109,11 +109,12 @@ def causal_view(
 
 def real_rows(valid: Tensor) -> Tensor | None:
     """The numbers (M,), b*N + n, of the tokens that are no padding (True in valid (B,N)), if it
-    pays to compute these alone. None: it does not, or a GPU would make the host wait for M."""
+    pays to compute these alone. None: it does not, or there are none, or a GPU would make the host
+    wait for M."""
     if not valid.is_cpu:
         return None
     real = valid.flatten().nonzero()[:, 0]
-    return real if len(real) <= (1 - PADDING_THAT_COSTS) * valid.numel() else None
+    return real if 0 < len(real) <= (1 - PADDING_THAT_COSTS) * valid.numel() else None
 
 
 def on_real(module, x: Tensor, real: Tensor | None) -> Tensor:

@@ -228,7 +228,7 @@ def test_the_drafters_memory_follows_cuts_and_turns_without_drafts(arch):
 class PlainAtTheEnd(AutoLength):
     """All drafts in the first rounds of an answer, then plain steps."""
 
-    def start(self, num_texts):
+    def start(self, num_texts, equal=False):
         self.rounds = 0
 
     def choose(self, texts):

@@ -34,10 +34,10 @@ class Clock:
         return self.now
 
 
-def simulated(seconds: list[float], acceptance: float, rounds: int, rows: int = 1) -> list[int]:
+def simulated(seconds, acceptance: float, rounds: int, rows: int = 1, equal=False) -> list[int]:
     """The numbers of drafts chosen, round by round, where each draft is accepted by chance."""
     rule = AutoLength(len(seconds) - 1)
-    rule.start(rows)
+    rule.start(rows, equal)
     texts = list(range(rows))
     generator = torch.Generator().manual_seed(0)
     chosen = []
@@ -57,11 +57,11 @@ def best_length(seconds: list[float], acceptance: float) -> int:
     return max(range(len(seconds)), key=lambda n: tokens[n] / seconds[n])
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows, equal", [(1, False), (5, False), (5, True)])
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.8, 0.97])
-def test_the_choice_is_the_fastest_number_of_drafts(acceptance, rows):
+def test_the_choice_is_the_fastest_number_of_drafts(acceptance, rows, equal):
     seconds = [1.0, 1.5, 1.6, 1.7, 1.8, 2.2, 2.6, 3.0]
-    chosen = simulated(seconds, acceptance, 400, rows)[50:]
+    chosen = simulated(seconds, acceptance, 400, rows, equal)[50:]
     best = best_length(seconds, acceptance)
     tokens = [sum(acceptance**k for k in range(n + 1)) for n in range(len(seconds))]
     speed = sum(tokens[n] for n in chosen) / sum(seconds[n] for n in chosen)
@@ -118,6 +118,8 @@ def test_every_text_has_its_own_counts():
     rule._average = lambda texts: 2  # drafts for each on average: the good text gets more of them
     lengths = rule.choose([0, 1])
     assert sum(lengths) == 4 and lengths[0] > 2 and rule.choose([1, 0]) == lengths[::-1]
+    rule.equal = True  # where padding is not free
+    assert rule.choose([0, 1]) == [2, 2]
 
 
 # -------------------------------------------------------------- whatever is chosen, it is lossless
@@ -126,7 +128,7 @@ def test_every_text_has_its_own_counts():
 class ByThePast(AutoLength):
     """All of 0..W, decided by what earlier rounds accepted; each text has its own number."""
 
-    def start(self, num_texts):
+    def start(self, num_texts, equal=False):
         self.rounds = self.sum = 0
 
     def choose(self, texts):
@@ -291,7 +293,8 @@ def test_a_text_that_has_ended_is_not_looked_up(monkeypatch):
     drafts, _ = batch.draft([7, 7])
     assert drafts.shape[1] == 7 and drafts[1].max() == -1
     assert batch.to_judge == [7, 7]
-    batch.row_is_alive = torch.tensor([False, True])
+    drafts, _ = batch.draft([0, 7])  # what could be found is not wanted
+    assert drafts.shape[1] == 0 and batch.to_judge == [0, 0]
     batch.alive = [1]
     drafts, _ = batch.draft([7])
     assert drafts.shape[1] == 0 and batch.to_judge == [0]

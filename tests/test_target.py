@@ -338,6 +338,23 @@ def test_padding_is_not_computed_and_changes_nothing(arch, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("W", [1, 4])
+def test_a_tree_may_have_no_node(arch, W):
+    target = small_target(arch=arch)
+    tokens = random_tokens(2, 12)
+    lengths = torch.tensor([12, 12])
+    anchors = torch.tensor([[2, 5]] * 2)
+    branches = torch.stack([tokens[:, 3 : 3 + W], tokens[:, 6 : 6 + W]], 1)[:, :, None]
+    trunk = target.prefill(tokens, lengths)
+    tree = build_tree(tokens, lengths, anchors, branches)
+    assert tree.num_nodes == 0
+    p = target.branch_probs(trunk, tree)  # (B, A, 1, W, V)
+    wanted = target(tokens).softmax(-1)
+    for a, anchor in enumerate(anchors[0].tolist()):
+        assert (p[:, a, 0] - wanted[:, anchor : anchor + W]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_scoring_leaves_the_trunk_as_it_was(arch):
     target, tokens, lengths = small_target(arch=arch), random_tokens(2, 12), torch.tensor([12, 9])
     trunk = target.prefill(tokens, lengths, room=30)
