@@ -223,7 +223,7 @@ class AutoLength:
     PRIOR = 8.0  # the mean of all texts weighs as much as so many rounds of a text
     PLAIN_STEPS = 8  # that are decided on at once
     CLEARLY = 1.03  # better than what is used
-    NEARLY = 0.8  # as good as the best
+    NEARLY = 0.8  # a share of the best speed: tried before others that are slower
     TRIALS_COST = 0.01  # of the speed: so much is spent on rounds with other numbers
     WAITS = (16, 256)  # rounds between two trials, at least and at most
 
@@ -260,6 +260,7 @@ class AutoLength:
         return numpy.bincount(owners, minlength=len(texts)).tolist()
 
     def _average(self, texts: list[int]) -> int:
+        """The n of the next round: one that has to be measured, or the fastest."""
         if self.num_rounds < self.plain_until:
             return 0
         if self.once_more is not None:
@@ -276,6 +277,7 @@ class AutoLength:
         return n
 
     def _fastest(self, texts: list[int], timed: dict) -> int:
+        """The n that promises most tokens per second, given `_timed`; now and then another."""
         # the lower quartile, because other work on the machine only slows a round down
         known = {n: sorted(times)[len(times) // 4] for n, times in timed.items()}
         # drafting is guessed to take half of what a whole round takes more than a plain step
