@@ -94,7 +94,7 @@ MEANINGLESS = [  # a command, its flags, the one that means nothing beside the o
     (train.TrainConfig, "--mode rollout --num-anchors 4", "--num-anchors"),
     (train.TrainConfig, "--mode specopd --ce-decay 7", "--ce-decay"),
     (train.TrainConfig, "--mode ce --num-branches 1", "--num-branches"),
-    (train.TrainConfig, "--branch-temperature 0 --num-greedy 1", "--num-greedy"),
+    (train.TrainConfig, "--branch-temperature 0 --num-branches 1 --num-greedy 1", "--num-greedy"),
     (train.TrainConfig, "--mode specopd --warm-steps 7", "--warm-steps"),
     (train.TrainConfig, "--mode ce --branch-temperature 0.5", "--branch-temperature"),
     (train.TrainConfig, "--mode ce --target x --arch gdn", "--arch"),
