@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Sampling, draw
+from drafter import GREEDY, PLAIN, Drafter, LookupDrafter, Memory, Sampling, draw
 from hf import load_tokenizer
 from hf.chat import first_turn, read_prompts
 from support.chat import Chat, be_lenient, record, typed_lines
@@ -354,6 +354,12 @@ class AutoLength:
 # ----------------------------------------------------------------------------------------- decoding
 
 
+def with_plain_steps(text: "Batch | Conversation") -> Memory:
+    """The drafter's memory of a text, and of the plain steps that ended it."""
+    taps = torch.cat(text.plain_taps, 1)  # (B, steps, ·)
+    return text.drafter.extend(text.memory, taps, text.trunk.lengths - taps.shape[1])
+
+
 class Batch:
     """Texts that are decoded together. `results` has all that were ever in it, by number. Rows
     whose text has ended leave it, some a little later: until then nothing is committed to them, and
@@ -539,9 +545,7 @@ class Batch:
     def _remember_plain_steps(self) -> None:
         """Give the drafter's memory the tokens of plain steps, all at once."""
         if self.plain_taps:
-            taps = torch.cat(self.plain_taps, 1)
-            positions = self.trunk.lengths - taps.shape[1]
-            self.memory = self.drafter.extend(self.memory, taps, positions)
+            self.memory = with_plain_steps(self)
             self.plain_taps = []
 
     def score(self, drafts: Tensor) -> tuple[ProposalTree, Scored]:
@@ -768,10 +772,8 @@ class Conversation:
         """Cut trunk and memory back to what they share with the prompt, without its last token:
         that is run in any case, for p_1."""
         if self.plain_taps:
-            taps = torch.cat(self.plain_taps, 1)
-            start = self.trunk.lengths - taps.shape[1]
-            self.memory = self.drafter.extend(self.memory, taps, start)
-            self.memory = replace(self.memory, width=self.trunk.width)
+            memory = with_plain_steps(self)
+            self.memory = replace(memory, width=self.trunk.width)
             self.plain_taps = []
         pairs = zip(self.tokens, prompt[:-1])
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
