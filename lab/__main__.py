@@ -22,7 +22,8 @@ from support.flags import parse_flags, run_command
 from support.partings import check_partings
 
 COMMANDS = (
-    "al claims hf picture plan references replay report roofline speed throughput trace tree"
+    "al claims hf picture plan prompts references replay report roofline speed throughput "
+    "trace tree"
 ).split()
 
 

@@ -33,6 +33,7 @@ from support.data import draw_prompts, hold_out, load_corpus
 from support.files import locked
 from support.fingerprint import weights_fingerprint
 from support.flags import TEMPLATE_ARGS, flag
+from support.measure import loop_start
 from support.prepare import check_template_args, provenance
 from support.references import References, write_in_parts
 
@@ -52,7 +53,8 @@ class Config(LabConfig):
     num_references: int = flag(512, "how many", low=1)
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
     response_length: int = flag(192, "tokens per response, at most", low=2)
-    temperature: float = flag(1.0, "of the responses", low=0)
+    temperature: tuple = flag((1.0,), "of the responses; several: in turn", kind=float, low=0)
+    cut_loops: bool = flag(False, "end a response where it begins to repeat itself word for word")
     part: int = flag(128, "prompts per part, decoded at once and kept at once", low=1)
     api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
     api_model: str = flag("", "the model's name there; empty: the first it has")
@@ -116,7 +118,7 @@ class Server:
             "model": self.model,
             "prompt": prompt,
             "max_tokens": config.response_length,
-            "temperature": config.temperature,
+            "temperature": temperature_of(config, prompt_id),
             "seed": config.seed * 1_000_003 + prompt_id,
             "return_token_ids": True,
             "skip_special_tokens": False,
@@ -142,6 +144,10 @@ class Server:
         return ids
 
 
+def temperature_of(config: Config, prompt_id: int) -> float:
+    return config.temperature[prompt_id % len(config.temperature)]
+
+
 def make_writer(config: Config, tokenizer):
     """A function (prompts, their numbers) -> responses, and what is known of who writes them."""
     if config.api:
@@ -152,12 +158,19 @@ def make_writer(config: Config, tokenizer):
     limit = target.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"prompts and responses of {longest} tokens exceed the target's {limit}")
-    how = (config.response_length, Sampling(config.temperature), config.seed, tokenizer.stop_ids)
 
     def write(prompts, prompt_ids):
-        options = {"batch_size": config.part, "prompt_ids": prompt_ids}
-        options["progress"] = "part" if distributed.is_main() else ""
-        return [r.tokens for r in generate(target, None, prompts, *how, **options)]
+        numbers = {}  # of the part, by temperature
+        for number, prompt_id in enumerate(prompt_ids):
+            numbers.setdefault(temperature_of(config, prompt_id), []).append(number)
+        responses = {}
+        for temperature, own in numbers.items():
+            how = (config.response_length, Sampling(temperature), config.seed, tokenizer.stop_ids)
+            options = {"batch_size": config.part, "prompt_ids": [prompt_ids[i] for i in own]}
+            options["progress"] = "part" if distributed.is_main() else ""
+            results = generate(target, None, [prompts[i] for i in own], *how, **options)
+            responses |= {i: result.tokens for i, result in zip(own, results)}
+        return [responses[number] for number in range(len(prompts))]
 
     return write, {"target": weights_fingerprint(target)}
 
@@ -184,19 +197,33 @@ def write_references(config: Config, out: Path) -> dict | None:
     )
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
+    one = len(config.temperature) == 1
+    made_with["temperature"] = config.temperature[0] if one else [*config.temperature]
     how = (write, config.part, config.response_length)
     responses = write_in_parts(out / "parts", made_with, prompts, *how)
     is_main = distributed.is_main()
     distributed.stop()
     if not is_main:
         return None
-    pairs = [(prompt, r) for prompt, r in zip(prompts, responses) if r is not None]
+    pairs, figures = kept(config, prompts, responses)
     texts = ([prompt for prompt, _ in pairs], [response for _, response in pairs])
     references = References.from_lists(*texts, tokenizer.pad_id)
+    made_with |= {"loops": "cut"} if config.cut_loops else {}
     references.save(out / "references.safetensors", made_with, held_out)
-    figures = {"prompts": len(prompts), "references": len(references.lengths)}
-    figures["held_out"] = len(held_out)
-    figures["dropped"] = len(prompts) - len(pairs)
+    figures |= {"references": len(references.lengths), "held_out": len(held_out)}
     figures["response_tokens"] = int((references.lengths - references.prompt_lengths).sum())
     print(json.dumps(figures))
     return figures
+
+
+def kept(config: Config, prompts: list, responses: list) -> tuple[list, dict]:
+    """Prompts with their responses, without those that a server's text did not give and, with
+    --cut-loops, up to where a response begins to loop; and how much that left out."""
+    pairs = [(prompt, r) for prompt, r in zip(prompts, responses) if r is not None]
+    figures = {"prompts": len(prompts), "dropped": len(prompts) - len(pairs)}
+    if config.cut_loops:
+        cut = [(prompt, response[: loop_start(response)]) for prompt, response in pairs]
+        lost = [len(whole) - len(rest) for (_, whole), (_, rest) in zip(pairs, cut)]
+        figures |= {"cut": sum(n > 0 for n in lost), "cut_tokens": sum(lost)}
+        pairs = cut
+    return pairs, figures

@@ -141,6 +141,17 @@ def is_fresh(tokens: list[int], n: int = LOOP) -> list[bool]:
     return fresh
 
 
+def loop_start(tokens: list[int], n: int = LOOP) -> int | None:
+    """Where a text begins to repeat itself word for word, for 2n - 1 tokens at least; None if it
+    does not."""
+    repeated = 0
+    for end, is_new in enumerate(is_fresh(tokens, n), 1):
+        repeated = 0 if is_new else repeated + 1
+        if repeated == n:
+            return end - (2 * n - 1)
+    return None
+
+
 def count_fresh(tokens: list[int], drafted: list[bool]) -> list[int]:
     """How many fresh tokens came from rounds, and how many rounds they ended. The first token is of
     the prefill; a round ends with a token that was not drafted, and one that the text's end cuts

@@ -15,8 +15,9 @@ from support import not_installable
 ROOT = Path(__file__).parent.parent
 CONCEPTS = ("tree", "replay", "model", "target", "drafter", "loss", "serve", "train")
 DOORS = ("hf", "support", "lab")
+AT_THE_BOTTOM = "chat cpu draft_length files flags gpu partings".split()  # of support
 LAYERS = [  # a module imports from lower layers, or from its own entry here
-    ("hf", *(f"support.{name}" for name in ("chat", "cpu", "files", "flags", "gpu", "partings"))),
+    ("hf", *(f"support.{name}" for name in AT_THE_BOTTOM)),
     *((name,) for name in CONCEPTS[:7]),
     ("support",),
     ("train",),

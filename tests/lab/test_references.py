@@ -213,8 +213,36 @@ def test_a_template_that_writes_the_time_is_named_where_a_run_cannot_go_on(chats
         references.run(timed)
 
 
+def test_several_temperatures_take_turns(folders, tmp_path):
+    """Each response is what its prompt's temperature alone gives."""
+    made = {}
+    for name, temperature in (("low", (0.1,)), ("high", (2.0,)), ("both", (0.1, 2.0))):
+        config = config_for(folders, tmp_path / name, temperature=temperature)
+        references.run(config)
+        made[name] = References.load(f"{config.out}/references.safetensors")
+    for number in range(SMALL["num_references"]):
+        wanted = made["high" if number % 2 else "low"]
+        for key in ("tokens", "lengths"):
+            row, own = (getattr(r, key)[number].flatten() for r in (wanted, made["both"]))
+            size = min(len(row), len(own))
+            assert torch.equal(row[:size], own[:size])
+
+
+def test_responses_end_where_they_begin_to_loop(folders, tmp_path, monkeypatch):
+    loop = [1, 2, 3, *[4] * 16, *[4] * 20]
+    monkeypatch.setattr(references, "make_writer", lambda *_: (write, {"target": 0}))
+
+    def write(prompts, prompt_ids):
+        return [loop if i % 2 else loop[:10] for i in prompt_ids]
+
+    figures = references.run(config_for(folders, tmp_path, cut_loops=True))
+    assert figures["cut"] == 3 and figures["cut_tokens"] == 3 * (len(loop) - 4)
+    made = References.load(tmp_path / "r/references.safetensors")
+    assert (made.lengths - made.prompt_lengths).tolist() == [10, 4, 10, 4, 10, 4, 10]
+
+
 def test_references_of_another_temperature_are_not_taken_for_a_trainings_own(folders, tmp_path):
-    references.run(config_for(folders, tmp_path, temperature=0.1))
+    references.run(config_for(folders, tmp_path, temperature=(0.1,)))
     made = tmp_path / "r/references.safetensors"
     made.rename(tmp_path / "whole.safetensors")
     with pytest.raises(ValueError, match="was made with temperature = 0.1, this run has 1.0"):

@@ -23,6 +23,7 @@ from support.measure import (
     format_gain,
     gain,
     is_fresh,
+    loop_start,
     read_tasks,
     repetition,
 )
@@ -183,6 +184,15 @@ def test_tokens_of_a_loop_are_not_fresh():
     assert count_fresh([1, 2, 3, 4, 5], [False, True, False, True, False]) == [4, 2]
     assert count_fresh([1, 2, 3, 4, 5], [False, True, False, True, True]) == [2, 1]  # cut off
     assert count_fresh([1] * 30, [False] * 30) == [LOOP - 1, LOOP - 1]
+
+
+def test_a_loop_starts_where_a_text_begins_to_repeat_itself_word_for_word():
+    assert loop_start([*range(10), *range(10)], n=4) == 10
+    assert loop_start([*range(10), *range(6)], n=4) is None  # 2n - 1 tokens are needed
+    assert loop_start([*range(10), *range(7)], n=4) == 10
+    assert loop_start([5] * 20, n=4) == 1
+    assert loop_start([*range(10), 11, *range(3, 10)], n=4) == 11
+    assert loop_start([], n=4) is None
 
 
 def test_the_fresh_al_is_that_of_whole_rounds_where_nothing_repeats():
