@@ -44,11 +44,12 @@ class Config(LabConfig):
     questions: int = flag(0, "how many the target asks by itself, fewer once cleaned", low=0)
     question_length: int = flag(128, "tokens of a question; longer ones are left out", low=8)
     chat_template_args: str = flag("", TEMPLATE_ARGS)
-    part: int = flag(128, "questions per part, asked at once and kept at once", low=1)
+    part: int = flag(256, "questions per part, which is kept once it is whole", low=1)
+    batch_size: int = flag(64, "questions asked at once", low=1)
 
     NEEDS = (
         ("answers", "--tasks", lambda c: c.tasks),
-        ("question_length part device dtype", "--questions", lambda c: c.questions),
+        ("question_length part batch_size device dtype", "--questions", lambda c: c.questions),
     )
 
 
@@ -90,7 +91,7 @@ def ask(config: Config, tokenizer: Tokenizer, out: Path) -> list[str]:
 
     def write(prompts, prompt_ids):
         how = (config.question_length, PLAIN, config.seed, tokenizer.stop_ids)
-        options = {"batch_size": config.part, "prompt_ids": prompt_ids, "progress": "part"}
+        options = {"batch_size": config.batch_size, "prompt_ids": prompt_ids, "progress": "part"}
         return [r.tokens for r in generate(target, None, prompts, *how, **options)]
 
     prompts = [begin] * config.questions

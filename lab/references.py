@@ -55,7 +55,8 @@ class Config(LabConfig):
     response_length: int = flag(192, "tokens per response, at most", low=2)
     temperature: tuple = flag((1.0,), "of the responses; several: in turn", kind=float, low=0)
     cut_loops: bool = flag(False, "end a response where it begins to repeat itself word for word")
-    part: int = flag(128, "prompts per part, decoded at once and kept at once", low=1)
+    part: int = flag(256, "prompts per part, which is kept once it is whole", low=1)
+    batch_size: int = flag(64, "prompts decoded at once; as some end, others join", low=1)
     api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
     api_model: str = flag("", "the model's name there; empty: the first it has")
     api_requests: int = flag(32, "requests at once", low=1)
@@ -63,7 +64,7 @@ class Config(LabConfig):
     NEEDS = (
         ("skip_bad_lines", "--corpus", lambda c: c.corpus),
         ("api_model api_requests", "--api", lambda c: c.api),
-        ("device dtype", "no --api", lambda c: not c.api),
+        ("device dtype batch_size", "no --api", lambda c: not c.api),
     )
 
 
@@ -166,7 +167,7 @@ def make_writer(config: Config, tokenizer):
         responses = {}
         for temperature, own in numbers.items():
             how = (config.response_length, Sampling(temperature), config.seed, tokenizer.stop_ids)
-            options = {"batch_size": config.part, "prompt_ids": [prompt_ids[i] for i in own]}
+            options = {"batch_size": config.batch_size, "prompt_ids": [prompt_ids[i] for i in own]}
             options["progress"] = "part" if distributed.is_main() else ""
             results = generate(target, None, [prompts[i] for i in own], *how, **options)
             responses |= {i: result.tokens for i, result in zip(own, results)}

@@ -25,6 +25,8 @@ class Outcomes:
         monkeypatch.setattr(serve, "draw", self.draw)
         monkeypatch.setattr(serve, "accept", self.accept)
         monkeypatch.setattr(torch, "rand", self.rand)
+        # a text that has ended draws no more
+        monkeypatch.setitem(serve.SHARE_THAT_LEAVES, "cpu", 0)
 
     def rand(self, shape, generator=None):  # the uniforms only say which row they belong to
         self.rows += 1
