@@ -1,7 +1,7 @@
 """Decoding and prefill against transformers, with the same weights in one process.
 
-Both run in turn: greedy decoding of one and of eight prompts of the corpus, of one with drafts by
-prompt lookup, and the prefill of a long text.
+Both run in turn: decoding of one and of eight prompts of the corpus, of one with drafts by prompt
+lookup, and the prefill of a long text.
 
     python -m lab hf --target FOLDER --dtype bfloat16 --trunk-length 1024
 """
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from drafter import LookupDrafter
+from drafter import LookupDrafter, Sampling
 from lab.common import LabConfig, held_out_prompts, open_target, require, timed
 from serve import generate
 from support.flags import flag
@@ -23,6 +23,7 @@ class Config(LabConfig):
     trunk_length: int = flag(512, "tokens of the text to prefill", low=2)
     prompt_length: int = flag(64, "tokens of a prompt", low=1)
     max_new_tokens: int = flag(200, "tokens decoded per prompt", low=2)
+    temperature: float = flag(0.0, "of decoding", low=0)
     repeats: int = flag(7, "timed repeats", low=1)
 
 
@@ -48,6 +49,9 @@ def run(config: Config) -> dict:
     T = config.trunk_length
     num_new = config.max_new_tokens
     options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0}
+    if config.temperature:
+        options |= {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+    sampling = Sampling(config.temperature)
     pairs = {}  # {title: (tokens, our function, theirs)}
     texts = torch.tensor(held_out_prompts(config, 8), device=config.device)
     lookup = LookupDrafter()
@@ -58,7 +62,7 @@ def run(config: Config) -> dict:
         ("lookup, 1 row", 1, lookup, drafts),
     ):
         prompts = texts[:B]
-        decode = partial(generate, ours, drafter, prompts.tolist(), num_new)
+        decode = partial(generate, ours, drafter, prompts.tolist(), num_new, sampling)
         mask = torch.ones_like(prompts)
         how = options | changes
         theirs_decode = partial(theirs.generate, prompts, attention_mask=mask, **how)
