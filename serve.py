@@ -63,7 +63,7 @@ from tree import ProposalTree, build_tree, gather_slots, on_real, real_rows
 # plans and allocations. Slots more than there are tokens are masked; on a CPU they cost time.
 SLOTS_ON_GPU = 128
 # Rows leave the batch once this share of its rows has ended: to leave means to copy the caches of
-# all others, which took 64 texts of SmolLM2 on a CPU a fifth of all time, row by row.
+# all others. If each left at once, that would take a fifth of all time (64 texts of SmolLM2, CPU).
 SHARE_THAT_LEAVES = {"cpu": 0.1, "cuda": 0.25}
 AUTO = "auto"  # of --draft-length
 LOOKUP = "lookup"  # of --drafter
@@ -381,12 +381,14 @@ class Batch:
         q = proposal.q_probs
         drafts = self._shortened(proposal.tokens[:, 0, 0, :n], lengths)
         if isinstance(self.drafter, LookupDrafter):
-            if not (drafts >= 0).any():  # a plain step, of which nothing is learned
+            is_found = (drafts >= 0).any(1) & self.row_is_alive
+            if not is_found.any():  # a plain step, of which nothing is learned
                 n, self.to_judge = 0, [0] * len(lengths)
         return drafts[:, :n], None if q is None else q[:, 0, 0, :n]
 
     def _shortened(self, drafts: Tensor, lengths: list[int]) -> Tensor:
-        """drafts (B,n) with -1 after the number of each text that goes on, and in other rows."""
+        """drafts (B,n) with -1 after the number of each text that goes on, and in other rows (on a
+        GPU not always)."""
         n = drafts.shape[1]
         has_ended = drafts.is_cpu and len(self.alive) < len(self.prompt_of_row)
         if min(lengths) == n and not has_ended:

@@ -460,5 +460,5 @@ def run(config: Config) -> dict | None:
             run_study(config, settings, name, seed)
             write_record(config, name)
     for name in names:
-        print("\n".join(["", *table(record_of(config, name))]))
+        print("\n".join(["", *table(read_json(record_path(config, name)))]))
     return {"records": [str(record_path(config, name)) for name in names]}

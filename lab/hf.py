@@ -38,7 +38,7 @@ def run(config: Config) -> dict:
     ours = open_target(config)
     dtype = ours.lm_head.weight.dtype
     theirs = transformers.AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype)
-    theirs.generation_config.eos_token_id = None
+    theirs.generation_config = transformers.GenerationConfig()  # no penalties, no end
     theirs.to(config.device)
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -76,7 +76,8 @@ def run(config: Config) -> dict:
     theirs_prefill = partial(theirs, text, use_cache=True, logits_to_keep=1)
     pairs[f"prefill of {T:,}"] = (T, prefill, theirs_prefill)
     machine = f"{config.device}, {torch.get_num_threads()} threads"
-    print(f"{dtype}, {machine}; tokens/s, best of {config.repeats} [median]")
+    how = f"temperature {config.temperature:g}, {dtype}, {machine}"
+    print(f"{how}; tokens/s, best of {config.repeats} [median]")
     figures = {"dtype": str(dtype)}
     for name, (num_tokens, *pair) in pairs.items():
         seconds = [[timed(function)[1] for function in pair] for _ in range(config.repeats + 1)]

@@ -1,11 +1,10 @@
-"""Prompts to train on and to measure on: from tasks, and questions that the target asks itself.
+"""Prompts to train on and to measure on: those of tasks, and questions that the target asks itself.
 
-A fifth of each task is held out for good. Of the rest each prompt is written --answers times: the
-target will answer it as often, each time anew. A chat model also asks questions by itself: it goes
-on from where its template begins a user's turn. A held-out prompt is never among those to train
-on, not even where a task holds it twice or the model asks the same.
+About a fifth of each task is held out for good: which prompts these are depends on their words
+alone. With --questions a chat model also asks by itself: it goes on after what its template writes
+before a user's words. No question has the words of a prompt that is held out.
 
---out gets prompts.jsonl, and a file for each task in held-out:
+--out gets prompts.jsonl, and in held-out a file for each task:
 
     python -m lab prompts --target FOLDER --tasks math.jsonl code.jsonl --questions 5000
     python -m lab references --target FOLDER --corpus runs/prompts/prompts.jsonl ...
@@ -14,8 +13,9 @@ on, not even where a task holds it twice or the model asks the same.
 """
 
 import json
+import zlib
+from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from drafter import PLAIN
@@ -30,45 +30,60 @@ from support.flags import TEMPLATE_ARGS, flag
 from support.measure import loop_start
 from support.references import write_in_parts
 
-HELD_OUT_SHARE = 5  # one prompt in so many
-MARK = "\ue000"  # stands for a user's words in a template; no text holds it
+ONE_IN = 5  # prompts of a task is held out
+MARK = "\ufdd0"  # stands for a user's words in a template; it is no character of any text
 FEWEST_LETTERS = 12  # of a question
 
 
 @dataclass(frozen=True)
 class Config(LabConfig):
-    target: str = flag("", "the target's folder; without --questions its tokenizer is enough")
+    target: str = flag("", "the target's folder, for --questions")
     out: str = flag("runs/prompts", "folder: prompts.jsonl, and held-out with a file for each task")
     tasks: tuple = flag((), "JSON Lines files of prompts, a task each")
-    answers: int = flag(1, "how often each of the tasks' prompts is written", low=1)
-    questions: int = flag(0, "how many the target asks by itself, fewer once cleaned", low=0)
+    skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
+    questions: int = flag(0, "how many the target asks; what is no whole question goes", low=0)
     question_length: int = flag(128, "tokens of a question; longer ones are left out", low=8)
     chat_template_args: str = flag("", TEMPLATE_ARGS)
     part: int = flag(256, "questions per part, which is kept once it is whole", low=1)
-    batch_size: int = flag(64, "questions asked at once", low=1)
+    batch_size: int = flag(64, "questions asked at once, at most --part", low=1)
 
     NEEDS = (
-        ("answers", "--tasks", lambda c: c.tasks),
-        ("question_length part batch_size device dtype", "--questions", lambda c: c.questions),
+        ("skip_bad_lines", "--tasks", lambda c: c.tasks),
+        (
+            "target seed chat_template_args question_length part batch_size device dtype",
+            "--questions",
+            lambda c: c.questions,
+        ),
     )
 
+    def __post_init__(self):
+        if not (self.tasks or self.questions):
+            raise ValueError("give --tasks, --questions or both")
 
-def record(messages: list[dict]) -> str:
-    """A conversation up to its first user turn, as a line of JSON."""
-    messages = first_turn(messages)
+
+def words_of(messages: list[dict]) -> str:
+    """What the user says: by it one prompt is told from another."""
+    return messages[-1]["content"].strip()
+
+
+def is_held_out(words: str) -> bool:
+    return zlib.crc32(words.encode()) % ONE_IN == 0
+
+
+def line_of(messages: list[dict]) -> str:
     tools = tools_of(messages)
     values = {"messages": [*messages]} | ({"tools": tools} if tools else {})
     return json.dumps(values, ensure_ascii=False)
 
 
-def split_task(conversations: list) -> tuple[list[str], list[str]]:
-    """The records of prompts to train on, and of every fifth, which is held out. One that is there
-    twice counts once."""
-    turns = list(dict.fromkeys(map(record, conversations)))
-    if len(turns) < HELD_OUT_SHARE:
-        raise ValueError(f"has {len(turns)} prompts: {HELD_OUT_SHARE} are needed to hold one out")
-    held_out = turns[::HELD_OUT_SHARE]
-    return [turn for turn in turns if turn not in held_out], held_out
+def split_task(conversations: list) -> tuple[dict, dict]:
+    """The first turns to train on and those held out: {words: line}, each once."""
+    turns = {words_of(turn): turn for turn in map(first_turn, conversations)}
+    train = {words: line_of(turn) for words, turn in turns.items() if not is_held_out(words)}
+    held_out = {words: line_of(turn) for words, turn in turns.items() if is_held_out(words)}
+    if not (train and held_out):
+        raise ValueError(f"{len(turns)} prompts are too few to hold one in {ONE_IN} out")
+    return train, held_out
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
@@ -78,14 +93,17 @@ def opening(tokenizer: Tokenizer) -> list[int]:
     text = tokenizer.chat([{"role": "user", "content": MARK}])
     if MARK not in text:
         raise ValueError("--questions: the chat template does not show a user's words")
-    return tokenizer.encode(text[: text.index(MARK)])
+    before, after = text.split(MARK, 1)
+    if not {*tokenizer.encode(after)[:1]} & {*tokenizer.stop_ids}:
+        raise ValueError("--questions: no stop token follows a user's words in the chat template")
+    return tokenizer.encode(before)
 
 
-def ask(config: Config, tokenizer: Tokenizer, out: Path) -> list[str]:
-    """Let the target begin conversations -> what it asked, without what is broken off, empty, in a
-    loop or there twice."""
-    target = open_target(config)
+def ask(config: Config, out: Path) -> list[list[int]]:
+    """Let the target begin conversations -> the ids of what it wrote as a user."""
+    tokenizer = load_tokenizer(config.target, config.chat_template_args)
     begin = opening(tokenizer)
+    target = open_target(config)
     made_with = {"target": weights_fingerprint(target), "seed": config.seed, "opening": begin}
     made_with |= {"questions": config.questions, "length": config.question_length}
 
@@ -97,51 +115,74 @@ def ask(config: Config, tokenizer: Tokenizer, out: Path) -> list[str]:
     prompts = [begin] * config.questions
     how = (write, config.part, config.question_length)
     asked = write_in_parts(out / "questions", made_with, prompts, *how, alone=True)
-    ended = [ids[:-1] for ids in asked if ids[-1] in tokenizer.stop_ids and loop_start(ids) is None]
+    return clean(asked, tokenizer)
+
+
+def clean(asked: list[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """The texts of what was asked. What is no question is left out, and counted by reason."""
     known = tokenizer.text_ids
-    texts = [tokenizer.decode(ids).strip() for ids in ended if known.issuperset(ids)]
-    return [
-        text
-        for text in dict.fromkeys(texts)
-        if sum(map(str.isalpha, text)) >= FEWEST_LETTERS and "\ufffd" not in text
-    ]
+    left_out = Counter()
+    texts = {}
+    for ids in asked:
+        text = tokenizer.decode(ids[:-1]).strip()
+        if ids[-1] not in tokenizer.stop_ids:
+            left_out["too long"] += 1
+        elif not known.issuperset(ids[:-1]) or "\ufffd" in text:
+            left_out["not text"] += 1
+        elif loop_start(ids) is not None:
+            left_out["repeats itself"] += 1
+        elif sum(map(str.isalpha, text)) < FEWEST_LETTERS:
+            left_out["too short"] += 1
+        elif text in texts:
+            left_out["asked before"] += 1
+        else:
+            texts[text] = None
+    if left_out:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+        print(f"questions left out: {reasons}")
+    return list(texts)
 
 
-def write_lines(path: Path, lines: list[str]) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def run(config: Config) -> dict:
-    require(config, "target")
-    if not (config.tasks or config.questions):
-        raise ValueError("give --tasks, --questions or both")
-    with locked(config.out):
-        return make_prompts(config, Path(config.out))
-
-
-def make_prompts(config: Config, out: Path) -> dict:
-    """Write the files -> how many prompts each has."""
-    tokenizer = load_tokenizer(config.target, config.chat_template_args)
-    to_train, held_out = [], {}
+def read_all(config: Config) -> tuple[dict, dict]:
+    """{words: line} of all tasks to train on, and {task: {words: line}} held out."""
+    train, held_out = {}, {}
     for path in config.tasks:
         name = Path(path).stem
         if name in held_out:
             raise ValueError(f"--tasks: two files are called {name}")
+        conversations = read_prompts(path, config.skip_bad_lines)
         try:
-            own, held_out[name] = split_task(read_prompts(path))
+            own, held_out[name] = split_task(conversations)
         except ValueError as error:
-            raise ValueError(f"{path} {error}") from None
-        to_train += own
-    never = set(chain(*held_out.values()))
-    to_train = [line for line in to_train if line not in never] * config.answers
-    texts = ask(config, tokenizer, out) if config.questions else []
-    questions = [record([{"role": "user", "content": text}]) for text in texts]
-    questions = [line for line in questions if line not in never]
-    for name, lines in held_out.items():
-        write_lines(out / "held-out" / f"{name}.jsonl", lines)
-    write_lines(out / "prompts.jsonl", to_train + questions)
-    counts = {name: len(lines) for name, lines in held_out.items()}
-    figures = {"of_tasks": len(to_train), "questions": len(questions), "held_out": counts}
+            raise ValueError(f"{path}: {error}") from None
+        train |= own
+    return train, held_out
+
+
+def run(config: Config) -> dict:
+    if config.questions:
+        require(config, "target")
+    train, held_out = read_all(config)
+    out = Path(config.out)
+    others = {path.stem for path in (out / "held-out").glob("*.jsonl")} - held_out.keys()
+    if others:
+        raise ValueError(
+            f"{out}/held-out has other tasks, too ({min(others)}): choose another --out"
+        )
+    with locked(out):
+        texts = ask(config, out) if config.questions else []
+        taken = set(train).union(*held_out.values())
+        turns = {text: [{"role": "user", "content": text}] for text in texts if text not in taken}
+        train_lines = [*train.values(), *map(line_of, turns.values())]
+        for name, lines in held_out.items():
+            write_lines(out / "held-out" / f"{name}.jsonl", lines.values())
+        write_lines(out / "prompts.jsonl", train_lines)
+    figures = {"of_tasks": len(train), "questions": len(turns)}
+    figures["held_out"] = {name: len(lines) for name, lines in held_out.items()}
     print(json.dumps(figures))
     return figures
+
+
+def write_lines(path: Path, lines) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -33,7 +33,7 @@ from support.data import draw_prompts, hold_out, load_corpus
 from support.files import locked
 from support.fingerprint import weights_fingerprint
 from support.flags import TEMPLATE_ARGS, flag
-from support.measure import loop_start
+from support.measure import LOOP, loop_start
 from support.prepare import check_template_args, provenance
 from support.references import References, write_in_parts
 
@@ -51,12 +51,15 @@ class Config(LabConfig):
     chat_template_args: str = flag("", TEMPLATE_ARGS)
     skip_bad_lines: bool = flag(False, "leave malformed JSONL lines out instead of stopping")
     num_references: int = flag(512, "how many", low=1)
+    answers: int = flag(1, "references of each prompt, drawn anew", low=1)
     prompt_length: int = flag(64, "tokens per prompt (JSONL prompts: at most)", low=1)
     response_length: int = flag(192, "tokens per response, at most", low=2)
     temperature: tuple = flag((1.0,), "of the responses; several: in turn", kind=float, low=0)
-    cut_loops: bool = flag(False, "end a response where it begins to repeat itself word for word")
+    cut_loops: bool = flag(
+        False, f"end a response where it begins to repeat {2 * LOOP - 1} tokens of itself or more"
+    )
     part: int = flag(256, "prompts per part, which is kept once it is whole", low=1)
-    batch_size: int = flag(64, "prompts decoded at once; as some end, others join", low=1)
+    batch_size: int = flag(64, "prompts of a part decoded at once; as some end, others join", low=1)
     api: str = flag("", "an OpenAI-compatible server's URL, up to /v1; empty: decode here")
     api_model: str = flag("", "the model's name there; empty: the first it has")
     api_requests: int = flag(32, "requests at once", low=1)
@@ -178,6 +181,10 @@ def make_writer(config: Config, tokenizer):
 
 def run(config: Config) -> dict | None:
     require(config, "target")
+    if config.answers > 1 and 0 in config.temperature:
+        raise ValueError(f"--answers {config.answers}: at temperature 0 they would be the same")
+    for temperature in config.temperature:
+        Sampling(temperature)  # checks it
     config = dataclasses.replace(config, device=distributed.start(config.device))
     with locked(config.out) if distributed.is_main() else contextlib.nullcontext():
         return write_references(config, Path(config.out))
@@ -190,9 +197,10 @@ def write_references(config: Config, out: Path) -> dict | None:
         raise ValueError("a target with a chat template answers prompts: give them by --corpus")
     corpus = load_corpus(config.corpus or None, config.skip_bad_lines)
     check_template_args(config, corpus.train)
-    size = (config.num_references, config.prompt_length)
+    size = (-(-config.num_references // config.answers), config.prompt_length)
     prompts = draw_prompts(corpus.train, tokenizer, *size, config.seed)
     held_out = hold_out(corpus, tokenizer, config, prompts)
+    prompts = (prompts * config.answers)[: config.num_references]
     print(
         f"on {config.device}: {len(prompts)} prompts, {len(held_out)} more held out for measuring"
     )
@@ -211,6 +219,7 @@ def write_references(config: Config, out: Path) -> dict | None:
     references = References.from_lists(*texts, tokenizer.pad_id)
     made_with |= {"loops": "cut"} if config.cut_loops else {}
     references.save(out / "references.safetensors", made_with, held_out)
+    figures["too_short"] = len(pairs) - len(references.lengths)
     figures |= {"references": len(references.lengths), "held_out": len(held_out)}
     figures["response_tokens"] = int((references.lengths - references.prompt_lengths).sum())
     print(json.dumps(figures))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 from hf.files import read_json
-from lab.claims import ARCHS, Arm, table
+from lab.claims import ARCHS, OTHERS, SAME_TIME, Arm, table
 from lab.common import new_figure
 from support.files import atomic_write
 from support.flags import flag
@@ -208,6 +208,24 @@ def story(records: dict, folder: Path) -> list[str]:
     return lines
 
 
+def over_others(records: dict, folder: Path) -> list[str]:
+    """What SpecOPD gains over arms that the first tables set beside the start: by equal seconds,
+    and by CE at its own rate. Each line is of the seeds that both arms have."""
+    lines = ["| | SpecOPD over | seeds | its AL | T = 0 | its AL | T = 1 |", "|---" * 7 + "|"]
+    for arch in filter(records.get, ARCHS):
+        arms = records[arch]["arms"]
+        for name in ("ce, own rate", *(other + SAME_TIME for other in OTHERS)):
+            if name not in arms or "specopd" not in arms:
+                continue
+            cells = []
+            for t in TEMPERATURES:
+                other = Arm.of(arms[name], t)
+                gain = Arm.of(arms["specopd"], t).gain_over(other)
+                cells += [f"{other.mean:.3f}", format_gain(gain).strip()]
+            lines.append(f"| {arch} | {name} | {gain['seeds']} | {' | '.join(cells)} |")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
 def grid(records: dict, folder: Path) -> list[str]:
     names = [study_of(arch, kind) for arch in ARCHS for kind in KINDS[1:]]
     lines = [line for name in names for line in study(records, name)]
@@ -277,6 +295,7 @@ def speed(records: dict, folder: Path) -> list[str]:
 
 SECTIONS = (  # title, claims of the paper, function
     ("The story: three ways on from one start", "C2, C3, C5", story),
+    ("In equal seconds", "", over_others),
     ("Three targets, three drafters", "C10", grid),
     ("24 references", "C2, C3", lambda records, folder: study(records, "few")),
     ("Long training on 24 references", "C4", long),

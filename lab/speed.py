@@ -26,6 +26,9 @@ NUM_WATCHED = 4  # prompts decoded with the stages timed
 STAGES = {name: name for name in "draft score verify commit retire".split()}  # of Batch.round
 
 
+COUNTS = ("committed", "rounds")
+
+
 @dataclass(frozen=True)
 class Config(LabConfig):
     drafters: tuple = flag((), "folders of the drafters, or lookup")
@@ -67,9 +70,12 @@ def measure_arms(config: Config, target, arms: dict, prompts: list, size: int, s
         speeds = [repeat.tokens_per_s for repeat in repeats]
         speed = {"tokens_per_s": statistics.median_high(speeds)}
         speed |= {"low": min(speeds), "high": max(speeds)}
-        is_greedy = config.temperature == 0
-        found = partings(target, prompts, repeats[0].texts, plain) if is_greedy else []
-        al = repeats[0].mean if arms[name][0] else 1.0
+        found = []
+        if config.temperature == 0:  # in each repeat other numbers of drafts may have been chosen
+            texts = {repr(repeat.texts): repeat.texts for repeat in repeats}.values()
+            found = [p for own in texts for p in partings(target, prompts, own, plain)]
+        committed, rounds = (sum(int(getattr(r, key).sum()) for r in repeats) for key in COUNTS)
+        al = committed / rounds if arms[name][0] else 1.0
         row[name] = speed | {"al": al, "same_text": not found, "partings": found}
         row[name]["ratio"] = speed["tokens_per_s"] / row["off"]["tokens_per_s"]
     return row
@@ -104,7 +110,8 @@ def print_stages(config: Config, target, arms: dict, prompts: list, stop_ids) ->
                 while batch.alive:
                     batch.round()
             num_rounds += batch.num_rounds
-        ms = 1e3 * (time.perf_counter() - clock.begin) / max(num_rounds, 1)
+        passed = time.perf_counter() - clock.begin - clock.seconds["prefill"]
+        ms = 1e3 * passed / max(num_rounds, 1)
         rows[name] = clock.shares() | {"ms_per_round": ms}
         print(f"{name[-26:]:26s} {ms:.2f} ms a round: {format_shares(clock.shares())}")
     return rows

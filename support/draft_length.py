@@ -33,7 +33,9 @@ class AutoLength:
     def __init__(self, W: int, clock=time.perf_counter):
         self.W = W
         self.clock = clock
-        self.timed = {}  # {rows, rounded up to a power of two: {n: seconds of the last rounds}}
+        # {n: {number of texts: seconds of the last rounds}}, and of each what it usually is
+        self.timed = {n: {} for n in self._all}
+        self.usual = {n: {} for n in self._all}
         # of draft k: how often accepted, how often judged; at first it is hoped to be good
         self.counts = numpy.ones((2, W)) * [[3.2], [4.0]]
         self.num_rounds = 0
@@ -69,20 +71,18 @@ class AutoLength:
         if self.once_more is not None:
             n, self.once_more = self.once_more, None
             return n
-        timed = self._timed(len(texts))
+        known = self._seconds(len(texts))
         for n in (self.W, 0):
-            if n not in timed:
+            if n not in known:
                 self.once_more = n  # after a change the first round is slow: a second tells more
                 return n
-        n = self._fastest(texts, timed)
+        n = self._fastest(texts, known)
         if n == self.best == 0:  # plain steps teach nothing about drafts
             self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
         return n
 
-    def _fastest(self, texts: list[int], timed: dict) -> int:
-        """The n that promises most tokens per second, given `_timed`; now and then another."""
-        # the lower quartile, because other work on the machine only slows a round down
-        known = {n: sorted(times)[len(times) // 4] for n, times in timed.items()}
+    def _fastest(self, texts: list[int], known: dict[int, float]) -> int:
+        """The n that promises most tokens per second, given `_seconds`; now and then another."""
         # drafting is guessed to take half of what a whole round takes more than a plain step
         guesses = {1: max(known[0], (known[0] + known[self.W]) / 2)} | known
         seconds = numpy.interp(self._all, *zip(*sorted(guesses.items())))
@@ -121,14 +121,14 @@ class AutoLength:
     def _all(self) -> range:
         return range(self.W + 1)
 
-    def _timed(self, rows: int) -> dict:
-        """{n: seconds of the last rounds} with about so many rows; of an n that these have not
-        verified, those of the nearest number of rows."""
-        size = 1 << (rows - 1).bit_length()
-        timed = {}
-        for other in sorted(self.timed, key=lambda other: abs(other - size), reverse=True):
-            timed |= self.timed[other]
-        return timed
+    def _seconds(self, num_texts: int) -> dict[int, float]:
+        """{n: seconds of a round} with so many texts, of all n that were verified before: between
+        the numbers of texts that were seen, in a straight line."""
+        return {
+            n: float(numpy.interp(num_texts, *zip(*sorted(usual.items()))))
+            for n, usual in self.usual.items()
+            if usual
+        }
 
     def _survival(self, texts: list[int]) -> numpy.ndarray:
         """S_1..S_W of each text (B,W)."""
@@ -140,8 +140,10 @@ class AutoLength:
         """Of the round of `choose`: how many drafts of each text were judged and accepted. Drafts
         that a lookup did not find count as judged, if it found others."""
         n = self.n if any(judged) else 0
-        timed = self.timed.setdefault(1 << (len(texts) - 1).bit_length(), {})
-        timed.setdefault(n, deque(maxlen=self.RECENT)).append(seconds)
+        times = self.timed[n].setdefault(len(texts), deque(maxlen=self.RECENT))
+        times.append(seconds)
+        # the lower quartile, because other work on the machine only slows a round down
+        self.usual[n][len(texts)] = sorted(times)[len(times) // 4]
         self.num_rounds += 1
         self.last_round[n] = self.num_rounds
         if n == 0:

@@ -93,7 +93,8 @@ def check_values(values: dict, config_class, source: str) -> None:
         if type(value) not in accepted:  # not isinstance: True is an int, too
             raise ValueError(f"{source}: {key} = {value!r} is no {expected.__name__}")
         kind = fields[key].metadata["kind"]
-        if expected is tuple and not all(isinstance(member, kind) for member in value):
+        kinds = (int, float) if kind is float else (kind,)
+        if expected is tuple and not all(type(member) in kinds for member in value):
             raise ValueError(f"{source}: {key} = {value!r}: each must be of {kind.__name__}")
         choices = fields[key].metadata["choices"]
         if choices and value not in choices:

@@ -96,15 +96,47 @@ def test_a_change_of_the_text_is_followed(before, after):
     assert speed > 0.9 * tokens[best] / seconds[best]
 
 
-def test_seconds_of_other_numbers_of_rows_serve_until_there_are_own_ones():
+def test_seconds_are_those_of_the_number_of_texts():
     rule = AutoLength(2)
     rule.start(32)
-    for texts, n, seconds in (([0], 2, 1.0), ([0], 0, 0.5), (list(range(32)), 2, 7.0)):
+    for num_texts, n, seconds in ((1, 2, 1.0), (1, 0, 0.5), (32, 2, 7.2)):
         rule.n = n
-        rule.learn(texts, [n] * len(texts), [0] * len(texts), seconds)
-    assert {n: list(times) for n, times in rule._timed(32).items()} == {2: [7.0], 0: [0.5]}
-    assert {n: list(times) for n, times in rule._timed(1).items()} == {2: [1.0], 0: [0.5]}
-    assert rule._timed(17).keys() == rule._timed(3).keys() == {0, 2}
+        texts = list(range(num_texts))
+        rule.learn(texts, [n] * num_texts, [0] * num_texts, seconds)
+    assert rule._seconds(1) == {0: 0.5, 2: 1.0}
+    assert rule._seconds(32) == {0: 0.5, 2: 7.2}  # of plain steps none other is known
+    assert rule._seconds(17) == {0: 0.5, 2: pytest.approx(1 + 6.2 * 16 / 31)}
+    for seconds in (9.0, 1.0, 2.0, 3.0, 4.0):  # a quarter of the rounds was faster
+        rule.learn([0], [2], [0], seconds)
+    assert rule._seconds(1)[2] == 1.0
+
+
+def test_drafts_that_do_not_pay_for_many_texts_are_not_used_because_they_pay_for_fewer():
+    """Rounds with drafts are seen with few texts, those without with many."""
+    rule = AutoLength(4)
+
+    def seconds(num_texts: int, n: float) -> float:
+        return 5 + 0.16 * num_texts * (1 + n) + (13 - 5 if n else 0)
+
+    generator = torch.Generator().manual_seed(0)
+    used = []
+    for wave in range(6):
+        rule.start(32)
+        left = [20 + 2 * i for i in range(32)]
+        while texts := [i for i in range(32) if left[i] > 0]:
+            lengths = rule.choose(texts)
+            hits = torch.rand(len(texts), 4, generator=generator) < 0.85
+            hits &= torch.arange(4) < torch.tensor(lengths)[:, None]
+            accepted = hits.long().cumprod(1).sum(1).tolist()
+            rule.learn(texts, lengths, accepted, seconds(len(texts), rule.n))
+            for i, count in zip(texts, accepted):
+                left[i] -= 1 + count
+            if wave and len(texts) > 28:
+                used.append(rule.n)
+    tokens = 1 + sum(0.85**k for k in range(1, 5))
+    assert tokens / seconds(32, 4) < 0.99 / seconds(32, 0)
+    assert tokens / seconds(20, 4) > 1.03 / seconds(20, 0)
+    assert sum(n == 0 for n in used) > 0.8 * len(used)
 
 
 def test_every_text_has_its_own_counts():
@@ -144,7 +176,7 @@ def known(num_drafts: int) -> AutoLength:
     rule = AutoLength(num_drafts, Clock([]))
     rule.PRIOR = 0.5
     rule.learn = lambda *figures: AutoLength.learn(rule, *figures[:-1], 0.0)
-    rule._timed = lambda rows: {n: [1.0 + 0.45 * n] * 2 for n in range(num_drafts + 1)}
+    rule._seconds = lambda num_texts: {n: 1.0 + 0.45 * n for n in range(num_drafts + 1)}
     return rule
 
 
@@ -162,7 +194,13 @@ def test_sampled_text_has_the_targets_distribution(monkeypatch, pair, rule):
     def decode(rows):
         length = rule(num_drafts)
         choose = length.choose
-        length.choose = lambda texts: (chosen.update(choose(texts)), choose(texts))[1]
+
+        def choose_and_note(texts):
+            lengths = choose(texts)
+            chosen.update(lengths)
+            return lengths
+
+        length.choose = choose_and_note
         return generate(target, drafter, [PROMPT], 3, PLAIN, draft_length=length)
 
     texts, _ = Outcomes(monkeypatch).distribution(decode, batch=1)

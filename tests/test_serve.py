@@ -334,11 +334,14 @@ def settings_of_a_gpu(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kind", ["plain", "lookup", "dflash", "dspark"])
 def test_rows_that_leave_late_and_slots_in_multiples_change_no_result(
-    monkeypatch, arch, temperature
+    monkeypatch, kind, arch, temperature
 ):
     target = small_target(arch=arch)
-    drafter = small_drafter(target)
+    others = {"plain": None, "lookup": LookupDrafter()}
+    fields = SPARK if kind == "dspark" else {}
+    drafter = others[kind] if kind in others else small_drafter(target, **fields)
     prompts = random_prompts(8, seed=3)
     request = (target, drafter, prompts, 30, Sampling(temperature), 5, {1})
     expected = generate(*request)

@@ -9,13 +9,14 @@ import pytest
 from hf import load_tokenizer
 from hf.chat import Conversation, read_prompts
 from lab import prompts
-from lab.prompts import FEWEST_LETTERS, MARK, opening, split_task
+from lab.prompts import FEWEST_LETTERS, is_held_out, opening, split_task
 from small import ROOT
+from support.toy import SPECIAL
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+END = next(iter(SPECIAL))
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}<assistant>"
+WORDS = [f"this is question {number}" for number in range(40)]
+HELD_OUT = [words for words in WORDS if is_held_out(words)]
 
 
 @pytest.fixture
@@ -32,71 +33,86 @@ def write_task(path, texts) -> str:
     return str(path)
 
 
-def config_for(folder, tmp_path, **changes) -> prompts.Config:
-    return prompts.Config(target=str(folder), out=str(tmp_path / "out"), **changes)
+def config_for(tmp_path, **changes) -> prompts.Config:
+    return prompts.Config(out=str(tmp_path / "out"), **changes)
 
 
 def texts_in(path) -> list[str]:
     return [messages[-1]["content"] for messages in read_prompts(path)]
 
 
-def test_a_fifth_of_each_task_is_never_among_those_to_train_on(folders, tmp_path):
-    """Shown on token ids; the tasks share prompts, and one holds some twice."""
+def test_prompts_held_out_are_never_among_those_to_train_on(folders, tmp_path):
+    """Shown on token ids. The tasks share prompts, hold some twice, and spell records in two ways;
+    a system's turn or a blank at the end make no other prompt."""
     tokenizer = load_tokenizer(folders / "target")
-    tasks = {"a": [f"a{i % 13}" for i in range(26)], "b": [f"a{i}" for i in range(5, 25)]}
-    files = tuple(write_task(tmp_path / f"{name}.jsonl", texts) for name, texts in tasks.items())
-    figures = prompts.run(config_for(folders / "target", tmp_path, tasks=files, answers=3))
-    assert figures["held_out"] == {"a": 3, "b": 4}
+    one = write_task(tmp_path / "one.jsonl", WORDS[:25] + WORDS[:5])
+    turns = [[{"content": f"{words} \n", "role": "user"}] for words in WORDS[10:]]
+    records = [{"messages": [{"role": "system", "content": "be brief"}, *turn]} for turn in turns]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    figures = prompts.run(config_for(tmp_path, tasks=(one, str(other))))
     trained = texts_in(tmp_path / "out/prompts.jsonl")
-    assert all(
-        trained.count(text) == 6 if text in tasks["a"] and text in tasks["b"] else 3
-        for text in trained
-    )
-    held_out = [
-        text for name in tasks for text in texts_in(tmp_path / f"out/held-out/{name}.jsonl")
-    ]
-    ids_of = {
-        name: {tuple(tokenizer.encode(t)) for t in texts}
-        for name, texts in (("trained", trained), ("held out", held_out))
+    held_out = {
+        name: texts_in(tmp_path / f"out/held-out/{name}.jsonl") for name in ("one", "other")
     }
-    assert not ids_of["trained"] & ids_of["held out"]
-    both = set(tasks["a"]) | set(tasks["b"])
-    assert set(trained) | set(held_out) == both
+    assert figures["held_out"] == {name: len(texts) for name, texts in held_out.items()}
+    ids_of = {text.strip(): tuple(tokenizer.encode(text.strip())) for text in trained}
+    for texts in held_out.values():
+        assert texts and not {tuple(tokenizer.encode(t.strip())) for t in texts} & {
+            *ids_of.values()
+        }
+    assert sorted(ids_of) == sorted(set(WORDS) - set(HELD_OUT)) and len(trained) == len(ids_of)
 
 
-def test_the_real_tasks_share_no_prompt_with_what_is_held_out(folders, tmp_path):
-    eval_folder = ROOT.parent / "shared/eval"
-    files = tuple(map(str, sorted(eval_folder.glob("*.jsonl"))))
+def test_no_prompt_of_the_papers_tasks_is_on_both_sides(folders, tmp_path):
+    files = tuple(map(str, sorted((ROOT.parent / "shared/eval").glob("*.jsonl"))))
     if not files:
         pytest.skip("shared/eval is not here")
-    prompts.run(config_for(folders / "target", tmp_path, tasks=files))
+    prompts.run(config_for(tmp_path, tasks=files))
     tokenizer = load_tokenizer(folders / "target")
     trained = {tuple(tokenizer.encode(t)) for t in texts_in(tmp_path / "out/prompts.jsonl")}
+    count = 0
     for path in (tmp_path / "out/held-out").iterdir():
         held_out = {tuple(tokenizer.encode(text)) for text in texts_in(path)}
         assert held_out and not held_out & trained
+        count += len(held_out)
+    assert 0.15 < count / (count + len(trained)) < 0.25
+
+
+def test_what_is_held_out_stays_so_when_a_task_grows():
+    def held_out(texts):
+        return split_task([[{"role": "user", "content": text}] for text in texts])[1]
+
+    assert held_out(["a new first line", *WORDS]).keys() >= held_out(WORDS).keys() == {*HELD_OUT}
 
 
 def test_tools_stay_with_their_prompt():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    lines = [{"messages": [{"role": "user", "content": str(i)}], "tools": tools} for i in range(5)]
-    conversations = [Conversation(line["messages"], line["tools"]) for line in lines]
-    train, held_out = split_task(conversations)
-    assert [json.loads(line)["tools"] for line in train + held_out] == [tools] * 5
+    turns = [Conversation([{"role": "user", "content": words}], tools) for words in WORDS]
+    for part in split_task(turns):
+        assert all(json.loads(line)["tools"] == tools for line in part.values())
 
 
 def test_a_question_begins_where_the_template_begins_a_users_turn(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     assert tokenizer.decode(opening(tokenizer)) == "<user>"
-    assert MARK not in tokenizer.decode(opening(tokenizer))
+    for template, words in (
+        ("hello" + END, "does not show a user's words"),
+        (TEMPLATE.replace(END, "\n"), "no stop token follows a user's words"),
+    ):
+        (chat_folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(ValueError, match=words):
+            opening(load_tokenizer(chat_folder))
 
 
-def test_questions_are_whole_clean_and_asked_once(chat_folder, tmp_path, monkeypatch, lab):
-    stop = load_tokenizer(chat_folder).stop_ids[0]
+def test_questions_are_whole_and_asked_once_and_the_rest_is_counted(
+    chat_folder, tmp_path, monkeypatch, capsys
+):
     tokenizer = load_tokenizer(chat_folder)
+    stop = tokenizer.stop_ids[0]
     good = "what is the answer to it?"
-    asked = [good, good, "held-out question?", "?" * 40, "x" * (FEWEST_LETTERS - 1), "ab" * 40]
-    answers = [[*tokenizer.encode(text), stop] for text in asked]
+    texts = [good, good, f" {HELD_OUT[0]}", "?" * 20, "x" * (FEWEST_LETTERS - 1), "abc" * 40]
+    answers = [[*tokenizer.encode(text), stop] for text in texts]
     answers.append(tokenizer.encode("this one is broken off"))
     answers.append([*tokenizer.encode("a special token is in it"), stop, stop])
 
@@ -104,10 +120,30 @@ def test_questions_are_whole_clean_and_asked_once(chat_folder, tmp_path, monkeyp
         return [SimpleNamespace(tokens=answers[i]) for i in prompt_ids]
 
     monkeypatch.setattr(prompts, "generate", generate)
-    task = write_task(tmp_path / "t.jsonl", ["held-out question?", "b", "c", "d", "e"])
-    config = config_for(chat_folder, tmp_path, questions=len(answers), tasks=(task,), part=3)
-    assert prompts.run(config)["questions"] == 1
-    assert texts_in(tmp_path / "out/prompts.jsonl") == ["b", "c", "d", "e", good]
+    task = write_task(tmp_path / "t.jsonl", WORDS)
+    flags = dict(target=str(chat_folder), questions=len(answers), tasks=(task,), part=3)
+    assert prompts.run(config_for(tmp_path, **flags))["questions"] == 1
+    trained = texts_in(tmp_path / "out/prompts.jsonl")
+    assert trained[-1] == good and HELD_OUT[0] not in [text.strip() for text in trained]
+    said = capsys.readouterr().out
+    for reason in ("2 too short", "1 too long", "1 not text", "1 repeats itself", "1 asked before"):
+        assert reason in said
+
+
+def test_parts_are_not_asked_again(chat_folder, tmp_path, monkeypatch):
+    asked, generate = [], prompts.generate
+
+    def counted(target, drafter, texts, *how, **options):
+        asked.append(len(texts))
+        return generate(target, drafter, texts, *how, **options)
+
+    monkeypatch.setattr(prompts, "generate", counted)
+    flags = dict(target=str(chat_folder), questions=6, question_length=16, part=4)
+    prompts.run(config_for(tmp_path, **flags))
+    first = (tmp_path / "out/prompts.jsonl").read_text()
+    (tmp_path / "out/questions/000001.json").unlink()  # as if it had been stopped
+    prompts.run(config_for(tmp_path, **flags))
+    assert asked == [4, 2, 2] and (tmp_path / "out/prompts.jsonl").read_text() == first
 
 
 @pytest.mark.parametrize(
@@ -115,25 +151,19 @@ def test_questions_are_whole_clean_and_asked_once(chat_folder, tmp_path, monkeyp
     [
         ((), "give --tasks, --questions or both"),
         (("--questions", 3), "--questions: the target has no chat template"),
-        (("--answers", 3, "--questions", 3), "--answers means nothing here: it needs --tasks"),
-        (("--tasks", "FEW"), "few.jsonl has 4 prompts: 5 are needed"),
-        (("--tasks", "FEW", "FEW"), "two files are called few"),
+        (("--tasks", "few", "--seed", 3), "--seed means nothing here: it needs --questions"),
+        (("--tasks", "few"), "few.jsonl: 2 prompts are too few to hold one in 5 out"),
+        (("--tasks", "all", "all"), "two files are called all"),
+        (("--tasks", "all"), "held-out has other tasks, too (old): choose another --out"),
     ],
 )
 def test_mistakes_end_in_one_line(lab, folders, tmp_path, flags, words):
-    few = write_task(tmp_path / "few.jsonl", "abcd" if flags.count("FEW") == 1 else "abcdef")
-    flags = [few if flag == "FEW" else flag for flag in flags]
-    code, _, error = lab(
-        "prompts", "--target", folders / "target", "--out", tmp_path / "out", *flags
-    )
+    if "other tasks" in words:
+        (tmp_path / "out/held-out").mkdir(parents=True)
+        (tmp_path / "out/held-out/old.jsonl").touch()
+    files = {"few": write_task(tmp_path / "few.jsonl", "ab")}
+    files["all"] = write_task(tmp_path / "all.jsonl", WORDS)
+    target = () if flags[:1] == ("--tasks",) else ("--target", folders / "target")
+    flags = [files.get(flag, flag) for flag in flags]
+    code, _, error = lab("prompts", *target, "--out", tmp_path / "out", *flags)
     assert code == 2 and words in error and error.count("\n") == 1
-
-
-def test_the_target_asks_and_goes_on_where_it_was_stopped(lab, chat_folder, tmp_path):
-    flags = ("--questions", 6, "--question-length", 16, "--part", 3)
-    for _ in range(2):
-        where = ("--target", chat_folder, "--out", tmp_path / "out")
-        code, said, error = lab("prompts", *where, *flags)
-        assert code == 0, error
-    assert len(list((tmp_path / "out/questions").glob("0*.json"))) == 2
-    assert json.loads((tmp_path / "out/summary.json").read_text())["prompts"]["questions"] >= 0

@@ -228,6 +228,26 @@ def test_several_temperatures_take_turns(folders, tmp_path):
             assert torch.equal(row[:size], own[:size])
 
 
+def test_a_prompt_is_answered_several_times_and_held_out_prompts_stay_so(folders, tmp_path):
+    flags = dict(temperature=(1.0,), num_references=8, answers=3)
+    references.run(config_for(folders, tmp_path, **flags))
+    path = tmp_path / "r/references.safetensors"
+    made = References.load(path)
+    starts = [tuple(row[:n].tolist()) for row, n in zip(made.tokens, made.prompt_lengths)]
+    assert starts[:3] * 3 == [*starts, starts[2]] and len({*starts}) == 3
+    assert len({tuple(row.tolist()) for row in made.tokens}) == 8
+    assert not {*starts} & {*map(tuple, load_held_out(path))}
+    config = config_for(folders, tmp_path, answers=2, temperature=(1.0, 0.0))
+    with pytest.raises(ValueError, match="--answers 2: at temperature 0 they would be the same"):
+        references.run(config)
+
+
+def test_an_impossible_temperature_is_refused_before_anything_is_written(folders, tmp_path):
+    with pytest.raises(ValueError, match="temperature 1e-09: 0 is greedy, else at least"):
+        references.run(config_for(folders, tmp_path, temperature=(1.0, 1e-9)))
+    assert not (tmp_path / "r").exists()
+
+
 def test_responses_end_where_they_begin_to_loop(folders, tmp_path, monkeypatch):
     loop = [1, 2, 3, *[4] * 16, *[4] * 20]
     monkeypatch.setattr(references, "make_writer", lambda *_: (write, {"target": 0}))
@@ -254,6 +274,7 @@ def test_references_of_another_temperature_are_not_taken_for_a_trainings_own(fol
     [
         (("--api-model", "m"), "--api-model means nothing here: it needs --api"),
         (("--api-requests", 3), "--api-requests means nothing here: it needs --api"),
+        (("--api", "http://x/v1", "--batch-size", 3), "--batch-size means nothing .* no --api"),
         (("--api", "http://x/v1", "--device", "cpu"), "--device means nothing .*needs no --api"),
         (("--api", "http://x/v1", "--dtype", "bfloat16"), "--dtype means nothing .* no --api"),
         (("--skip-bad-lines",), "--skip-bad-lines means nothing here: it needs --corpus"),
@@ -375,9 +396,12 @@ def server(monkeypatch):
 @pytest.mark.parametrize("mood", ["ids", "text", "text, one off", "busy at first"])
 def test_a_server_writes_them(folders, tmp_path, server, mood, monkeypatch):
     monkeypatch.setattr(FakeServer, "mood", mood)
-    figures = references.run(config_for(folders, tmp_path, api=server))
+    config = config_for(folders, tmp_path, api=server, temperature=(1.0, 0.7))
+    figures = references.run(config)
     made = References.load(tmp_path / "r/references.safetensors", {"target": 123})  # not known
     assert {body["model"] for body in FakeServer.bodies} == {"fake"}
+    for body in FakeServer.bodies:
+        assert body["temperature"] == (0.7 if body["seed"] % 2 else 1.0)
     assert figures["dropped"] == (3 if mood == "text, one off" else 0)
     stop = load_tokenizer(folders / "target").stop_ids[0]
     for row, length, prompt_length in zip(made.tokens, made.lengths, made.prompt_lengths):
