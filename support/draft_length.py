@@ -24,7 +24,7 @@ class AutoLength:
     RECENT = 9  # rounds whose seconds count
     MEMORY = 0.98  # how much an older round counts, beside the one after it
     PRIOR = 8.0  # the mean of all texts weighs as much as so many rounds of a text
-    PLAIN_STEPS = 8  # that are decided on at once
+    KEPT = 8  # rounds that are decided on at once, where all drafts are best, or none
     CLEARLY = 1.03  # better than what is used
     NEARLY = 0.8  # a share of the best speed: tried before others that are slower
     TRIALS_COST = 0.01  # of the speed: so much is spent on rounds with other numbers
@@ -43,7 +43,6 @@ class AutoLength:
         self.n = self.best = None  # of this round; the fastest
         self.once_more = None  # the number that the next round verifies, too
         self.next_trial = self.WAITS[0]
-        self.plain_until = 0
         self.start(0)
 
     def __repr__(self) -> str:
@@ -54,6 +53,7 @@ class AutoLength:
         because shorter rows are computed to the longest one's end, as on a GPU."""
         self.equal = equal
         self.of_text = numpy.zeros((num_texts, 2, self.W))
+        self.keep_until = 0  # this round n stays
 
     def choose(self, texts: list[int]) -> list[int]:
         """How many drafts of each of these texts the next round verifies."""
@@ -66,8 +66,8 @@ class AutoLength:
 
     def _average(self, texts: list[int]) -> int:
         """The n of the next round: one that has to be measured, or the fastest."""
-        if self.num_rounds < self.plain_until:
-            return 0
+        if self.num_rounds < self.keep_until:
+            return self.best
         if self.once_more is not None:
             n, self.once_more = self.once_more, None
             return n
@@ -77,8 +77,8 @@ class AutoLength:
                 self.once_more = n  # after a change the first round is slow: a second tells more
                 return n
         n = self._fastest(texts, known)
-        if n == self.best == 0:  # plain steps teach nothing about drafts
-            self.plain_until = min(self.num_rounds + self.PLAIN_STEPS, self.next_trial)
+        if n == self.best and n in (0, self.W):  # to decide takes time, too
+            self.keep_until = min(self.num_rounds + self.KEPT, self.next_trial)
         return n
 
     def _fastest(self, texts: list[int], known: dict[int, float]) -> int:

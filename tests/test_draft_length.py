@@ -136,7 +136,7 @@ def test_drafts_that_do_not_pay_for_many_texts_are_not_used_because_they_pay_for
     tokens = 1 + sum(0.85**k for k in range(1, 5))
     assert tokens / seconds(32, 4) < 0.99 / seconds(32, 0)
     assert tokens / seconds(20, 4) > 1.03 / seconds(20, 0)
-    assert sum(n == 0 for n in used) > 0.8 * len(used)
+    assert sum(n == 0 for n in used) > 0.65 * len(used)
 
 
 def test_every_text_has_its_own_counts():
@@ -174,7 +174,7 @@ class ByThePast(AutoLength):
 def known(num_drafts: int) -> AutoLength:
     """An AutoLength that has measured its rounds, whose choice turns on what was accepted."""
     rule = AutoLength(num_drafts, Clock([]))
-    rule.PRIOR = 0.5
+    rule.PRIOR, rule.KEPT = 0.5, 1
     rule.learn = lambda *figures: AutoLength.learn(rule, *figures[:-1], 0.0)
     rule._seconds = lambda num_texts: {n: 1.0 + 0.45 * n for n in range(num_drafts + 1)}
     return rule
