@@ -30,7 +30,7 @@ from support.flags import TEMPLATE_ARGS, flag
 from support.measure import loop_start
 from support.references import write_in_parts
 
-ONE_IN = 5  # prompts of a task is held out
+ONE_IN = 5  # of so many prompts of a task about one is held out
 MARK = "\ufdd0"  # stands for a user's words in a template; it is no character of any text
 FEWEST_LETTERS = 12  # of a question
 
@@ -99,8 +99,8 @@ def opening(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(before)
 
 
-def ask(config: Config, out: Path) -> list[list[int]]:
-    """Let the target begin conversations -> the ids of what it wrote as a user."""
+def ask(config: Config, out: Path) -> list[str]:
+    """Let the target begin conversations -> the questions that it asked as a user."""
     tokenizer = load_tokenizer(config.target, config.chat_template_args)
     begin = opening(tokenizer)
     target = open_target(config)

@@ -206,8 +206,6 @@ def write_references(config: Config, out: Path) -> dict | None:
     )
     write, writer = make_writer(config, tokenizer)
     made_with = provenance(config, writer["target"], tokenizer, corpus.train, prompts) | writer
-    one = len(config.temperature) == 1
-    made_with["temperature"] = config.temperature[0] if one else [*config.temperature]
     how = (write, config.part, config.response_length)
     responses = write_in_parts(out / "parts", made_with, prompts, *how)
     is_main = distributed.is_main()

@@ -120,7 +120,8 @@ def provenance(config, target: dict | None, tokenizer, texts: list, prompts: lis
     where nobody saw them; texts: what the prompts are from."""
     keys = ("num_references", "prompt_length", "response_length", "seed", "corpus")
     made_with = {key: getattr(config, key) for key in keys} | {"target": target}
-    made_with["temperature"] = getattr(config, "temperature", 1.0)  # train.py has no such flag
+    temperatures = getattr(config, "temperature", (1.0,))  # train.py has no such flag
+    made_with["temperature"] = temperatures[0] if len(temperatures) == 1 else [*temperatures]
     is_chat = not isinstance(texts[0], str)
     made_with |= _tokenizer_facts(tokenizer, is_chat)
     name = "the prompts"
